@@ -226,6 +226,14 @@ CASES = [
         released=[{"heads": 16, "dim": 128}],
     ),
     Case(
+        "sigmoid_gated_rms_norm",
+        lambda impl, x, gate, weight: gated_rms_norm(x, gate, weight, activation="sigmoid", impl=impl),
+        lambda normal, tokens, heads, dim: [normal(1, tokens, heads, dim), normal(1, tokens, heads, dim), normal(dim)],
+        per_token=2,
+        small=[{"heads": 3, "dim": 32}],
+        released=[{"heads": 32, "dim": 128}],
+    ),
+    Case(
         "gate_first_rms_norm",
         lambda impl, x, gate, weight: gated_rms_norm(x, gate, weight, gate_first=True, impl=impl),
         lambda normal, tokens, heads, dim: [
@@ -265,6 +273,21 @@ CASES = [
         per_token=2,
         small=[{"heads": 3, "dim": 32}],
         released=[{"heads": 16, "dim": 128}],
+    ),
+    Case(
+        "sigmoid_gated_rms_norm_linear",
+        lambda impl, x, gate, scale, weight: gated_rms_norm(
+            x, gate, scale, activation="sigmoid", linear_weight=weight, impl=impl
+        ),
+        lambda normal, tokens, heads, dim: [
+            normal(1, tokens, heads, dim),
+            normal(1, tokens, heads, dim),
+            normal(dim),
+            normal(24, heads * dim) / 32,
+        ],
+        per_token=2,
+        small=[{"heads": 3, "dim": 32}],
+        released=[{"heads": 32, "dim": 128}],
     ),
     Case(
         "gate_first_rms_norm_linear",

@@ -133,6 +133,10 @@ class PackedModelTesterMixin:
     suppress_tokens = None
 
     @property
+    def has_router_loss(self) -> bool:
+        return self.is_moe and hasattr(self.get_config().get_text_config(), "router_aux_loss_coef")
+
+    @property
     def gradient_bar(self) -> float:
         return 1e-4 if self.is_moe else 1e-6
 
@@ -545,7 +549,7 @@ class PackedModelTesterMixin:
             self.assertGreater(batch["padding_tokens"], 0)
             options = {"output_router_logits": True} if self.is_moe else {}
             outputs[source] = model(**batch, **options)
-        for name in ("logits", "loss", *(["aux_loss"] if self.is_moe else [])):
+        for name in ("logits", "loss", *(["aux_loss"] if self.has_router_loss else [])):
             self.assertTrue(torch.equal(outputs["position_ids"][name], outputs["all"][name]), name)
         batch["padding_tokens"] += 1
         for name in set(batch) - {
@@ -575,7 +579,7 @@ class PackedModelTesterMixin:
         builtin, model = self.models()
         model.config.get_text_config().is_causal = None  # not set
         model(**packed_batch(self.documents))
-        next(module for module in model.modules() if hasattr(module, "q_norm")).is_causal = False
+        next(module for module in model.modules() if hasattr(module, "is_causal")).is_causal = False
         with self.assertRaisesRegex(ValueError, "a causal attention layer for a packed row.*is_causal=False"):
             model(**packed_batch(self.documents))
 

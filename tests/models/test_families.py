@@ -271,7 +271,7 @@ class KernelsTest(unittest.TestCase):
         [
             ("inkling", {"causal_conv1d_fn": "seq_idx"}),
             *([("inkling2", {"causal_conv1d_fn": "seq_idx"})] if "inkling2" in MIXERS else []),
-            ("kimi_linear", {"causal_conv1d_fn": "seq_idx", "chunk_kimi_delta_attention": "cu_seqlens"}),
+            ("glm5_next", {"causal_conv1d_fn": "seq_idx", "chunk_kimi_delta_attention": "cu_seqlens"}),
             ("lara_mini", {"causal_conv1d_fn": "seq_idx", "torch_chunk_gated_delta_rule": "cu_seqlens"}),
         ]
     )

@@ -97,6 +97,8 @@ class RegisterTest(unittest.TestCase):
                 f"{directory}/ours", config=ours.config, output_loading_info=True
             )
             self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
+            # The configuration also names our op for experts, which rounds otherwise.
+            back.config._experts_implementation = builtin.config._experts_implementation
             self.assertTrue(torch.equal(back.eval()(input_ids)[0], builtin(input_ids)[0]))
 
     @parameterized.expand(CONFIGS)

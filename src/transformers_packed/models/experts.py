@@ -51,7 +51,7 @@ def run_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     shared: torch.Tensor,
-    shared_gate: torch.Tensor,
+    shared_gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Add the outputs of a module of experts and of the shared expert, in one op if that computes what the module does.
 
@@ -62,8 +62,10 @@ def run_experts(
             The experts, which may be inside PEFT's wrappers.
         hidden_states, top_k_index, top_k_weights (`torch.Tensor`):
             Arguments of [`experts_forward`].
-        shared (`torch.Tensor` of shape `[T, hidden]`), shared_gate (`torch.Tensor` of shape `[T, 1]`):
-            Output of the shared expert, and its gate before the sigmoid.
+        shared (`torch.Tensor` of shape `[T, hidden]`):
+            Output of the shared expert.
+        shared_gate (`torch.Tensor` of shape `[T, 1]`, *optional*):
+            Its gate before the sigmoid. Some families have none.
 
     Returns:
         `torch.Tensor` of shape `[T, hidden]`.
@@ -74,10 +76,13 @@ def run_experts(
         if not reason:
             call = hidden_states, top_k_index, top_k_weights, base.gate_up_proj, base.down_proj
             gate_up, down = adapters
-            return experts(*call, gate_up_adapter=gate_up, down_adapter=down, shared=(shared, shared_gate))
+            gated = None if shared_gate is None else (shared, shared_gate)
+            output = experts(*call, gate_up_adapter=gate_up, down_adapter=down, shared=gated)
+            return output + shared if gated is None else output
         if any(adapters):
             ran("experts_lora", "peft", [reason])
-    return module(hidden_states, top_k_index, top_k_weights) + torch.sigmoid(shared_gate) * shared
+    shared = shared if shared_gate is None else torch.sigmoid(shared_gate) * shared
+    return module(hidden_states, top_k_index, top_k_weights) + shared
 
 
 def _adapters_of(module: Any) -> tuple[Any, list[Adapter | None] | None]:

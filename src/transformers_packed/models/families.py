@@ -14,7 +14,9 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
 from ..errors import input_error
+from .bailing_hybrid.family import BAILING_HYBRID
 from .family import Family, Isolated, Mixer, Mixers, Refused, Unpacked
+from .kimi_linear.family import KIMI_LINEAR
 from .olmo_hybrid.family import OLMO_HYBRID
 from .qwen3_5.family import QWEN3_5
 from .qwen3_5_moe.family import QWEN3_5_MOE
@@ -24,7 +26,7 @@ from .sizes import Sizes
 
 # Suffixes of the names of classes whose loss is over tokens.
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-_OURS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID)
+_OURS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR, BAILING_HYBRID)
 # Families with classes of this package, in this release of Transformers.
 OWN = tuple(family for family in _OURS if family.is_supported)
 
@@ -48,7 +50,6 @@ _GATED_DELTA = Mixer(
 _KIMI_DELTA = Mixer(keywords=("cu_seqlens", "seq_idx"), kernels=("causal_conv1d_fn", "chunk_kimi_delta_attention"))
 
 _MIXERS: dict[str, dict[str, Mixer]] = {
-    "bailing_hybrid": {"BailingHybridDeltaAttention": _KIMI_DELTA},
     "bamba": {"BambaMixer": _MAMBA2, "BambaAttention": _MASKED_ROW},
     "falcon_h1": {"FalconH1Mixer": Mixer(row="falcon_h1"), "FalconH1Attention": _MASKED_ROW},
     "falcon_mamba": {"FalconMambaMixer": _PLAIN},
@@ -69,7 +70,6 @@ _MIXERS: dict[str, dict[str, Mixer]] = {
     "inkling2": {"Inkling2ShortConvolution": _CONV, "Inkling2DynamicShortConvolution": _PLAIN},
     "inkling2_loop": {"Inkling2LoopShortConvolution": _CONV, "Inkling2LoopDynamicShortConvolution": _PLAIN},
     "jamba": {"JambaMambaMixer": _PLAIN},
-    "kimi_linear": {"KimiLinearDeltaAttention": _KIMI_DELTA},
     "lara_mini": {"LaraMiniGatedDeltaNet": _GATED_DELTA},
     "lfm2": {"Lfm2ShortConv": _SHORT_CONV, "Lfm2Attention": _MASKED_ROW},
     "lfm2_moe": {"Lfm2MoeShortConv": _SHORT_CONV, "Lfm2MoeAttention": _MASKED_ROW},

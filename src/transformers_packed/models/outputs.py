@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     MoeCausalLMOutputWithPast,
+    MoeModelOutputWithPast,
     SequenceClassifierOutputWithPast,
 )
 from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
@@ -361,9 +362,9 @@ def loss_without_logits(
     """
     config = model.config.get_text_config()
     sparse = hasattr(config, "router_aux_loss_coef")
-    if sparse:
-        if output_router_logits is None:
-            output_router_logits = config.output_router_logits
+    if sparse and output_router_logits is None:
+        output_router_logits = config.output_router_logits
+    if output_router_logits is not None:
         inputs["output_router_logits"] = output_router_logits
     ignore_index = inputs.get("ignore_index", -100)
     targets = inputs.get("shift_labels")
@@ -385,9 +386,12 @@ def loss_without_logits(
         loss = head_loss(head, kept, targets, **options)
     fields = {name: outputs.get(name) for name in (CACHE, "hidden_states", "attentions")}
     fields["make_logits"] = make_logits
-    if not sparse:
-        return CausalLMOutputWithoutLogits(loss=loss, **fields)
     aux_loss, routers = None, outputs.get("router_logits")
+    if not sparse:
+        # Some mixtures have no loss of their routers.
+        if isinstance(outputs, MoeModelOutputWithPast):
+            return MoeCausalLMOutputWithoutLogits(loss=loss, router_logits=routers, **fields)
+        return CausalLMOutputWithoutLogits(loss=loss, **fields)
     if output_router_logits:
         aux_loss = load_balancing_loss_func(routers, config.num_experts, config.num_experts_per_tok, attention_mask)
         boundaries = inputs.get("boundaries")

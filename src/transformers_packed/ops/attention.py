@@ -63,8 +63,8 @@ def attention(
             Queries after the rotary embedding.
         key (`torch.Tensor` of shape `[B, HKV, S, D]`):
             Keys after the rotary embedding. `H / HKV` query heads share one key head.
-        value (`torch.Tensor` of shape `[B, HKV, S, D]`):
-            Values.
+        value (`torch.Tensor` of shape `[B, HKV, S, DV]`):
+            Values. They may be smaller than keys, as in multi-head latent attention.
         attention_mask (`torch.Tensor`, *optional*):
             Mask from Transformers' mask functions. `None` for packed rows.
         eager (`Callable`):
@@ -80,7 +80,7 @@ def attention(
             `"varlen_attn"` or `"per_document(sdpa)"`. The other implementations have one function each.
 
     Returns:
-        `tuple`: the output `[B, T, H, D]` and the attention weights. Without boundaries, the weights are those of
+        `tuple`: the output `[B, T, H, DV]` and the attention weights. Without boundaries, the weights are those of
             Transformers' interface. For a packed row, they are block-diagonal `[1, H, T, T]` with
             `output_attentions=True` (eager only), otherwise `None`.
 
@@ -168,12 +168,16 @@ def _flash_attention(module, query, key, value, *, boundaries, eager, keys=None,
 def _varlen_attn(module, query, key, value, *, boundaries, scaling, keys=None, **kwargs):
     from torch.nn.attention.varlen import varlen_attn
 
+    # The kernel takes values of the size of the keys.
+    size = value.shape[-1]
+    value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))
     # Autocast supports SDPA, but not `varlen_attn`.
     tokens_first = (x.transpose(1, 2)[0].to(compute_dtype(query)) for x in (query, key, value))
     keys = boundaries if keys is None else keys
     lengths = (boundaries.cu_seqlens, keys.cu_seqlens, boundaries.max_length, keys.max_length)
     # A window without a right side is causal attention.
-    return varlen_attn(*tokens_first, *lengths, scale=scaling, window_size=(-1, 0), **_grouped())[None], None
+    output = varlen_attn(*tokens_first, *lengths, scale=scaling, window_size=(-1, 0), **_grouped())[None]
+    return output[..., :size], None
 
 
 @lru_cache
@@ -184,13 +188,15 @@ def _grouped() -> dict[str, bool]:
     return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
-def _verify_varlen_attn(module, query, *others, dropout=0.0, **options):
+def _verify_varlen_attn(module, query, key=None, value=None, dropout=0.0, **options):
     if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) < (8, 0):
         return False, "needs tensors on an NVIDIA GPU of compute capability 8.0 or later"
     if compute_dtype(query) not in (torch.float16, torch.bfloat16):
         return False, f"needs float16 or bfloat16, not {query.dtype}"
     if query.shape[-1] > 256 or query.shape[-1] % 8:
         return False, f"needs a head dimension of at most 256 and a multiple of 8, not {query.shape[-1]}"
+    if value is not None and value.shape[-1] > query.shape[-1]:
+        return False, f"needs values of at most the size of the keys, {query.shape[-1]}, not {value.shape[-1]}"
     return dropout == 0, "does not support dropout"
 
 

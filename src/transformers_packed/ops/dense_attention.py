@@ -156,7 +156,7 @@ _SUPPORTED: dict[tuple, bool] = {}
 
 def _supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether torch can use cuDNN for such heads."""
-    call = query.device, dtype, query.shape[1], key.shape[1], query.shape[3]
+    call = query.device, dtype, query.shape[1], key.shape[1], query.shape[3], value.shape[3]
     if call not in _SUPPORTED:
         params: Any = torch.backends.cuda.SDPAParams
         batch = (x[:, :, :64].to(dtype) for x in (query, key, value))

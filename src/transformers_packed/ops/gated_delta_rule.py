@@ -188,8 +188,8 @@ def torch_chunk_gated_delta_rule(
     decay_since_start = _decay(log_decay)
     k_beta = k * beta
     pairs = _pairs if g.shape[-1] == 1 else _pairs_by_channel
-    system, within = pairs((k_beta, q), k, log_decay)
-    within = within.unbind(3)
+    system, attended = pairs((k_beta, q), k, log_decay)
+    within = attended.unbind(3)
     corrections = _solve(system, v * beta).unbind(3)
 
     # The state is only read if tokens or an initial state precede the chunk.

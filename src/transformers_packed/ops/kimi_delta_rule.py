@@ -6,6 +6,8 @@
 the product of their key and query here, but differs between its `K` terms.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -92,10 +94,10 @@ def kimi_delta_rule(
     check_groups(key, value)
     _check_gate(key, value, g, a_log, dt_bias, lower_bound)
     check_state(key, value, initial_state, boundaries)
-    options = {"initial_state": initial_state, "output_final_state": output_final_state, "boundaries": boundaries}
-    options |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "lower_bound": lower_bound}
-    options |= {"a_log": a_log, "dt_bias": dt_bias}
-    return run("kimi_delta_rule", impl, IMPLEMENTATIONS, query, key, value, g, beta, **options)
+    gate = {"a_log": a_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
+    options: dict[str, Any] = {"initial_state": initial_state, "output_final_state": output_final_state}
+    options |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "boundaries": boundaries}
+    return run("kimi_delta_rule", impl, IMPLEMENTATIONS, query, key, value, g, beta, **gate, **options)
 
 
 def _check_gate(key, value, g, a_log, dt_bias, lower_bound) -> None:

@@ -75,6 +75,7 @@ def gated_rms_norm(
     eps: float = 1e-6,
     *,
     gate_first: bool = False,
+    activation: str = "silu",
     linear_weight: torch.Tensor | Projection | Callable[[torch.Tensor], torch.Tensor] | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
@@ -93,6 +94,9 @@ def gated_rms_norm(
             Added to the mean square.
         gate_first (`bool`, *optional*, defaults to `False`):
             Whether to gate before the norm.
+        activation (`str`, *optional*, defaults to `"silu"`):
+            `"silu"` or `"sigmoid"`, the function of the gate. With a sigmoid, as in Kimi Linear, the reference rounds
+            only the result to the dtype of `hidden_states`, and the gate comes last.
         linear_weight (`torch.Tensor` of shape `[out, heads * width]`, [`Projection`] or `Callable`, *optional*):
             Weight of a linear layer on the concatenated heads, or the layer with its adapters. The backward then
             recomputes the norm. A function is called with the norm `[..., heads * width]`.
@@ -118,19 +122,22 @@ def gated_rms_norm(
 
     ```
     """
+    if activation not in ("silu", "sigmoid") or (gate_first and activation != "silu"):
+        raise input_error('the activation "silu", or "sigmoid" without gate_first', f'"{activation}"')
     if weight.shape != hidden_states.shape[-2:]:
         _check(hidden_states, weight, "gate", gate)
     elif gate.shape != hidden_states.shape:
         _check(hidden_states, weight[0], "gate", gate)
     if callable(linear_weight):
-        normed = gated_rms_norm(hidden_states, gate, weight, eps, gate_first=gate_first, impl=impl)
+        kind = partial(gated_rms_norm, gate_first=gate_first, activation=activation)
+        normed = kind(hidden_states, gate, weight, eps, impl=impl)
         return linear_weight(normed.flatten(-2))
     name = "gated_rms_norm"
     if linear_weight is not None:
         check_layer(hidden_states.shape[-2:].numel(), linear_weight)
         name += "_linear"
     call = hidden_states, weight, eps, 0.0, None, gate, linear_weight
-    return run(name, impl, IMPLEMENTATIONS, *call, gate_first=gate_first)
+    return run(name, impl, IMPLEMENTATIONS, *call, gate_first=gate_first, sigmoid=activation == "sigmoid")
 
 
 def _check(hidden_states: torch.Tensor, weight: torch.Tensor, name: str, other: torch.Tensor | None) -> None:
@@ -145,10 +152,20 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def _reference(
-    hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None, stream=False, gate_first=False
+    hidden_states,
+    weight,
+    eps,
+    offset,
+    residual,
+    gate=None,
+    linear_weight=None,
+    stream=False,
+    gate_first=False,
+    sigmoid=False,
 ):
     if linear_weight is not None:
-        normed = gated_rms_norm(hidden_states, gate, weight, eps, gate_first=gate_first)
+        options = {"gate_first": gate_first, "activation": "sigmoid" if sigmoid else "silu"}
+        normed = gated_rms_norm(hidden_states, gate, weight, eps, **options)
         return apply_reference(normed.flatten(-2), linear_weight)
     if residual is not None:
         hidden_states = residual + hidden_states
@@ -158,6 +175,8 @@ def _reference(
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     if gate_first:
         return (weight * x.to(dtype)).to(dtype)
+    if sigmoid:
+        return (widened(weight) * x * torch.sigmoid(widened(gate))).to(dtype)
     if gate is not None:
         return (weight * x.to(dtype) * F.silu(widened(gate))).to(dtype)
     normed = (x * (offset + widened(weight))).to(dtype)
@@ -165,12 +184,22 @@ def _reference(
 
 
 def _triton(
-    hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None, stream=False, gate_first=False
+    hidden_states,
+    weight,
+    eps,
+    offset,
+    residual,
+    gate=None,
+    linear_weight=None,
+    stream=False,
+    gate_first=False,
+    sigmoid=False,
 ):
     from .backends.triton.norm import RMSNorm, normed_again
 
     plan, tensors = planned([] if linear_weight is None else [as_projection(linear_weight)])
-    result = RMSNorm.apply(hidden_states, weight, residual, gate, eps, offset, stream, gate_first, plan, *tensors)
+    options = eps, offset, stream, gate_first, sigmoid
+    result = RMSNorm.apply(hidden_states, weight, residual, gate, *options, plan, *tensors)
     if gate is None:
         normed, total = result if stream or residual is not None else (result, hidden_states)
         remember_recipe(normed, partial(normed_again, eps=eps, offset=offset), total, weight)

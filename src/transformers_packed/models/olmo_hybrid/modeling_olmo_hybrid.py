@@ -37,6 +37,9 @@ class OlmoHybridGatedDeltaNet(builtin.OlmoHybridGatedDeltaNet):
     def heads(self) -> dict[str, Any]:
         return {"key_heads": self.num_k_heads, "key_dim": self.head_k_dim, "value_dim": self.head_v_dim}
 
+    def rule(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return gated_delta_rule(*tensors, **options)
+
     def finish(self, output: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Apply the norm, the gate z and the output layer to `[B, T, HV, V]`."""
         return gate_and_project(self.o_norm, OlmoHybridRMSNormGated, self.o_proj, output, z)
@@ -96,16 +99,8 @@ class OlmoHybridGatedDeltaNet(builtin.OlmoHybridGatedDeltaNet):
         )
         if cache is not None:
             query, key, value = (x[:, -length:] for x in (query, key, value))
-        output, recurrent_state = gated_delta_rule(
-            query,
-            key,
-            value,
-            g,
-            beta,
-            boundaries=boundaries,
-            initial_state=recurrent_state,
-            output_final_state=cache is not None,
-        )
+        options = {"initial_state": recurrent_state, "output_final_state": cache is not None}
+        output, recurrent_state = self.rule(query, key, value, g, beta, boundaries=boundaries, **options)
         if cache is not None:
             assert recurrent_state is not None
             cache.update_recurrent_state(recurrent_state, self.layer_idx)

@@ -2,7 +2,7 @@
 
     s = x + residual        r = 1 / sqrt(mean(s^2) + eps)        y = s * r * (offset + weight) * silu(gate)
 
-With the gate first, s = x * silu(gate), and y is not gated again. With a weight for each of several groups, a row is one
+With the gate first, s = x * silu(gate), and y is not gated again. A sigmoid may take the place of silu. With a weight for each of several groups, a row is one
 group of a token, and a program computes rows of one group.
 
 Each program computes a tile of whole rows. The forward reads each input and writes each output once, and saves `r`,
@@ -29,8 +29,8 @@ _PROGRAMS = 4
 @triton.jit(do_not_specialize=["rows"])
 def _norm_forward(
     x_ptr, residual_ptr, gate_ptr, weight_ptr, y_ptr, sum_ptr, r_ptr, rows, width, gate_stride, eps,
-    OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, FIRST: tl.constexpr, GROUPS: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, FIRST: tl.constexpr, SIGMOID: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0) % GROUPS
     row = (tl.program_id(0) // GROUPS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -54,7 +54,9 @@ def _norm_forward(
     weight = OFFSET + tl.load(weight_at, mask=column < width, other=0.0).to(tl.float32)
     y = x * r[:, None] * weight[None, :]
     if GATE and not FIRST:
-        y = y * gate * tl.sigmoid(gate)
+        y = y * tl.sigmoid(gate)
+        if not SIGMOID:
+            y = y * gate
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -62,7 +64,7 @@ def _norm_forward(
 def _norm_backward(
     dy_ptr, dsum_ptr, x_ptr, gate_ptr, weight_ptr, r_ptr, dx_ptr, dgate_ptr, dweight_ptr, y_ptr, rows, width, gate_stride,
     tiles, AGAIN: tl.constexpr, TRAINED: tl.constexpr, OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
-    FIRST: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    FIRST: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     group = program % GROUPS
@@ -82,25 +84,29 @@ def _norm_backward(
         if GATE:
             gate_at = row[:, None] * gate_stride + group * width + column[None, :]
             gate = tl.load(gate_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
-            sigmoid = tl.sigmoid(gate)
-            # d silu = sigmoid * (1 + gate * (1 - sigmoid))
-            slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+            factor = tl.sigmoid(gate)
+            if SIGMOID:
+                slope = factor * (1.0 - factor)
+            else:
+                # d silu = sigmoid * (1 + gate * (1 - sigmoid))
+                slope = factor * (1.0 + gate * (1.0 - factor))
+                factor = factor * gate
             if AGAIN:
-                y = normed * weight[None, :] * gate * sigmoid
+                y = normed * weight[None, :] * factor
                 tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
             if FIRST:
-                normed *= gate * sigmoid
+                normed *= factor
             else:
                 dgate = dy * normed * weight[None, :] * slope
                 tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
-                dy = dy * gate * sigmoid
+                dy = dy * factor
         if TRAINED:
             dweight += dy * normed
         dnormed = dy * weight[None, :]
         dx = r[:, None] * (dnormed - normed * (tl.sum(dnormed * normed, 1) / width)[:, None])
         if GATE and FIRST:
             tl.store(dgate_ptr + at, (dx * x * slope).to(dgate_ptr.dtype.element_ty), mask=inside)
-            dx *= gate * sigmoid
+            dx *= factor
         if RESIDUAL:
             dx += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -125,7 +131,20 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @on_its_device
-    def forward(ctx, x, weight, residual, gate, eps: float, offset: float, stream, first: bool, plan: Plan, *tensors):
+    def forward(
+        ctx,
+        x,
+        weight,
+        residual,
+        gate,
+        eps: float,
+        offset: float,
+        stream,
+        first: bool,
+        sigmoid: bool,
+        plan: Plan,
+        *tensors,
+    ):
         # Under autocast, layer outputs have low precision, but the residual stream does not.
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, x.dtype if residual is None else residual.dtype)
         given = x
@@ -145,7 +164,7 @@ class RMSNorm(torch.autograd.Function):
         r = torch.empty(len(x), dtype=torch.float32, device=x.device)
         tile = _tile(width)
         ctx.options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None}
-        ctx.options |= {"FIRST": first, "GROUPS": groups} | tile
+        ctx.options |= {"FIRST": first, "SIGMOID": sigmoid, "GROUPS": groups} | tile
         grid = (ceil_div(rows, tile["ROWS"]) * groups,)
         stride = width if gate is None else gate.stride(0)
         _norm_forward[grid](x, residual, gate, weight, y, total, r, rows, width, stride, eps, **ctx.options)
@@ -192,7 +211,7 @@ class RMSNorm(torch.autograd.Function):
         y = y.view(-1, ctx.shape[-2:].numel()) if again else None
         found = products.parameter_gradients(d_outs, y)
         dgate = None if gate is None else dgate.view(ctx.shape)
-        return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None, None, None, None, *found
+        return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None, None, None, None, None, *found
 
 
 @on_its_device
@@ -201,7 +220,14 @@ def normed_again(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: floa
     x = x.contiguous()
     y, rows, tile = torch.empty_like(x), x.numel() // x.shape[-1], _tile(x.shape[-1])
     r = torch.empty(rows, dtype=torch.float32, device=x.device)
-    options = {"OFFSET": offset, "RESIDUAL": False, "GATE": False, "FIRST": False, "GROUPS": 1} | tile
+    options = {
+        "OFFSET": offset,
+        "RESIDUAL": False,
+        "GATE": False,
+        "FIRST": False,
+        "SIGMOID": False,
+        "GROUPS": 1,
+    } | tile
     grid = (ceil_div(rows, tile["ROWS"]),)
     width = x.shape[-1]
     _norm_forward[grid](x, None, None, weight.contiguous(), y, x, r, rows, width, width, eps, **options)

@@ -1,0 +1,20 @@
+"""The record of Bailing-Hybrid, the architecture of Ling 3."""
+
+from ..family import Family, Own
+
+
+BAILING_HYBRID = Family(
+    "bailing_hybrid",
+    Own(),
+    since="5.20",
+    title="Bailing-Hybrid",
+    required=(
+        "BailingHybridForgetGate",
+        "apply_mask_to_padding_states",
+        "apply_rotary_pos_emb_interleave",
+        "eager_attention_forward",
+    ),
+    experts="BailingHybridExperts",
+    # The projections to the decay and the write strength of the delta rule.
+    sensitive=("f_proj", "b_proj"),
+)
