@@ -1,8 +1,9 @@
-"""One training step of families without classes of their own, on a packed row, and how exact it is.
+"""One training step of hybrids other than Qwen's on a packed row, and how exact it is.
 
 Each family has 8 layers of hidden size 1,024. The arm `ours` computes recurrent and convolutional mixers on the whole row
 with this package's ops. The arm `per document` computes the same model with the stock forward of these mixers, on padded
-batches of documents of similar length. Errors are those of the loss and of all gradients on a shorter row, against the
+batches of documents of similar length. Families with classes of this package have the arm `ours` alone: compare them with
+`qwen3_5`, which has the same layers, hidden size and dense MLP. Errors are those of the loss and of all gradients on a shorter row, against the
 stock class in float32 on each document alone. Of mixtures, rounding may change the choice of experts in bfloat16.
 
     python benchmarks/families.py --output benchmarks/results/families.json
@@ -48,6 +49,11 @@ DENSE = COMMON | {"num_hidden_layers": 8, "intermediate_size": 2816}
 DEFAULT_HEADS = {"mamba_n_heads": 128, "mamba_d_head": 16, "mamba_d_state": 256}
 RELEASED_HEADS = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128}
 ONE_ATTENTION = ["linear_attention"] * 4 + ["full_attention"] + ["linear_attention"] * 3
+LATENT = {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 256} | {
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 FAMILIES = {
     "bamba": DENSE | DEFAULT_HEADS | {"model_type": "bamba", "attn_layer_indices": [4]},
     "falcon_h1": DENSE | DEFAULT_HEADS | {"model_type": "falcon_h1", "mamba_d_ssm": 2048},
@@ -78,8 +84,29 @@ FAMILIES = {
     | {"model_type": "lfm2_moe", "moe_intermediate_size": 512, "num_experts": 8, "num_experts_per_tok": 2}
     | {"num_dense_layers": 2}
     | {"layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv", "conv"]},
+    "qwen3_5": DENSE
+    | {"model_type": "qwen3_5_text", "layer_types": ONE_ATTENTION}
+    | {"linear_num_key_heads": 8, "linear_num_value_heads": 8},
+    "olmo_hybrid": DENSE
+    | {"model_type": "olmo_hybrid", "layer_types": ONE_ATTENTION, "num_key_value_heads": 16}
+    | {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
+    | {"linear_key_head_dim": 96, "linear_value_head_dim": 192},
+    "kimi_linear": DENSE
+    | LATENT
+    | {"model_type": "kimi_linear", "layer_types": ONE_ATTENTION, "mlp_layer_types": ["dense"] * 8}
+    | {"linear_num_heads": 8, "linear_head_dim": 128},
+    "bailing_hybrid": DENSE
+    | LATENT
+    | {"model_type": "bailing_hybrid", "layer_types": ONE_ATTENTION, "mlp_layer_types": ["dense"] * 8}
+    | {"head_dim": 128},
+    "kimi_linear, mixture": DENSE
+    | LATENT
+    | {"model_type": "kimi_linear", "layer_types": ONE_ATTENTION, "linear_num_heads": 8, "linear_head_dim": 128}
+    | {"moe_intermediate_size": 512, "num_local_experts": 32, "num_experts_per_tok": 4},
 }
 ARMS = ("per document", "ours")
+# Families with classes of this package.
+OWN = {"qwen3_5", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "kimi_linear, mixture"}
 
 
 def arm_of(name: str):
@@ -180,7 +207,8 @@ def errors(name: str, args) -> dict:
             total += float(loss.detach())
     expected = gradients(oracle)
     batch, found = batch_of(documents, args.device), {"lengths": [len(ids) for ids in documents]}
-    runs = [("per document, bfloat16", "per document", model), ("ours, bfloat16", "ours", model)]
+    runs = [("per document, bfloat16", "per document", model)] * (name not in OWN)
+    runs += [("ours, bfloat16", "ours", model)]
     for label, arm, made in [*runs, *[("ours, float32", "ours", oracle)] * args.float32]:
         with arm_of(arm):
             loss = step(patch_model(made), batch)
@@ -211,7 +239,8 @@ def main() -> int:
         run: dict = {"command": shlex.join(["python", *sys.argv]), "family": name, "config": FAMILIES[name]}
         run |= {"lengths": [len(ids) for ids in documents], "arms": {}}
         report["runs"].append(run)
-        for arm in [*args.arms, *["errors"] * (not args.no_errors)]:
+        arms = [arm for arm in args.arms if arm == "ours" or name not in OWN]
+        for arm in [*arms, *["errors"] * (not args.no_errors)]:
             try:
                 found = errors(name, args) if arm == "errors" else measure(name, arm, documents, args)
             except Exception as error:  # The others are worth measuring.

@@ -162,7 +162,7 @@ class RefusalsTest(unittest.TestCase):
     def test_collators(self):
         samples = [group([5, 6], [8])]
         stock = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
-        other = patch_model(tiny_model("bailing_hybrid"))
+        other = patch_model(tiny_model("lara_mini"))
         for options, got in (
             ({"on_leak": "ignore"}, "a model without classes"),
             ({"model": stock, "on_leak": "ignore"}, "a model without classes"),
@@ -206,7 +206,7 @@ class RefusalsTest(unittest.TestCase):
         self.check(DataCollatorWithFlattening(model=self.model), samples, "got one label per sample")
 
     def test_other_families(self):
-        model = patch_model(tiny_model("bailing_hybrid"))
+        model = patch_model(tiny_model("lara_mini"))
         batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "cu_seqlens": torch.tensor([0, 2, 4])}
         with self.assertRaisesRegex(ValueError, "documents that do not share prompts.*Use a family with classes"):
             model(**batch, prompt_of=torch.tensor([-1, 0]))

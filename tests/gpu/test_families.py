@@ -1,8 +1,12 @@
-"""The scan of Mamba-2, its norm, and the families that use them on a GPU, against float64 or the CPU: `make test-gpu`."""
+"""Ops of hybrids other than Qwen's, and the families that use them on a GPU, against float64 or the CPU.
+
+`make test-gpu` runs these tests.
+"""
 
 import copy
 import math
 import unittest
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from parameterized import parameterized
 from transformers_packed import SequenceBoundaries, patch_model
 from transformers_packed.models import mixers
 from transformers_packed.models.families import FAMILIES
-from transformers_packed.ops import dispatch, implementations_used, ssd
+from transformers_packed.ops import attention, dispatch, implementations_used, kimi_delta_rule, ssd
 
 
 LENGTHS = [1, 130, 2, 64, 3, 63, 300, 65, 1, 129, 256]
@@ -28,6 +32,114 @@ ROWS = {
     for cls, mixer in family.mixers.items()
     if mixer.row not in ("", "causal_attention")
 }
+# Heads of keys and values, and the sizes of both.
+DELTA_SIZES = [(4, 4, 128, 128), (2, 4, 64, 64), (2, 2, 96, 192)]
+# Bounds of the decay. "given" is a decay that the caller computes.
+GATES = {"given": None, "unbounded": None, "bounded": -5.0}
+# Families with classes of this package, the op of their delta rule, and options with heads of a size that kernels take.
+OWN = {
+    "olmo_hybrid": ("gated_delta_rule", {"linear_key_head_dim": 96, "linear_value_head_dim": 192}),
+    "kimi_linear": ("kimi_delta_rule", {"linear_head_dim": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}),
+    "bailing_hybrid": ("kimi_delta_rule", {"head_dim": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}),
+}
+
+
+def make_delta_inputs(sizes, gate, lengths=LENGTHS):
+    """Return q, k, v, g and beta in bfloat16, `a_log` and `dt_bias` unless the decay is given, and the gradient."""
+    key_heads, heads, key_dim, value_dim = sizes
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(1, sum(lengths), *shape, generator=generator, device="cuda").bfloat16()
+
+    rows = [normal(key_heads, key_dim), normal(key_heads, key_dim), normal(heads, value_dim)]
+    x, beta, upstream = normal(heads, key_dim), normal(heads).sigmoid(), normal(heads, value_dim)
+    if gate == "given":
+        return [*rows, -0.1 * x.float().abs(), beta], upstream
+    a_log = torch.rand(heads, generator=generator, device="cuda")
+    dt_bias = torch.randn(heads * key_dim, generator=generator, device="cuda") - 3
+    return [*rows, x, beta, a_log, dt_bias], upstream
+
+
+def run_delta(inputs, upstream, gate, boundaries, impl):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    options = dict(zip(("a_log", "dt_bias"), leaves[5:], strict=False)) | {"lower_bound": GATES[gate]}
+    options |= {"boundaries": boundaries, "use_qk_l2norm_in_kernel": True, "impl": impl}
+    output, _ = kimi_delta_rule(*leaves[:5], **options)
+    return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class CudaKimiDeltaRuleTest(unittest.TestCase):
+    boundaries = property(lambda self: SequenceBoundaries.from_lengths(LENGTHS, device="cuda"))
+
+    @parameterized.expand([(sizes, gate) for sizes in DELTA_SIZES for gate in GATES])
+    def test_against_float64(self, sizes, gate):
+        inputs, upstream = make_delta_inputs(sizes, gate)
+        actual = run_delta(inputs, upstream, gate, self.boundaries, "fla")
+        expected = run_delta([x.double() for x in inputs], upstream.double(), gate, self.boundaries, "reference")
+        names = ("output", "dq", "dk", "dv", "dg", "dbeta", "da_log", "dbias")
+        found = dict(zip(names, errors(actual, expected), strict=False))
+        report(f"kimi_delta_rule {sizes} {gate}", **found)
+        for name, error in found.items():
+            self.assertLess(error, 2e-2 if name == "output" else 4e-2, name)
+        again = run_delta(inputs, upstream, gate, self.boundaries, "fla")
+        self.assertTrue(all(torch.equal(a, b) for a, b in zip(actual[:6], again[:6], strict=True)))
+
+    @parameterized.expand([(gate,) for gate in GATES])
+    def test_no_document_sees_another(self, gate):
+        inputs, upstream = make_delta_inputs(DELTA_SIZES[0], gate)
+        before = run_delta(inputs, upstream, gate, self.boundaries, "fla")
+        for document in (0, 1, 6, 10):
+            for poison in (0.5, float("nan")):
+                changed = [x.clone() for x in inputs]
+                for x in changed[:5]:
+                    x.split(LENGTHS, 1)[document].mul_(poison)
+                after = run_delta(changed, upstream, gate, self.boundaries, "fla")
+                for i in range(6):
+                    pairs = zip(*(x[i].split(LENGTHS, 1) for x in (after, before)), strict=True)
+                    same = [torch.equal(a, b) for a, b in pairs]
+                    self.assertEqual(same[:document] + same[document + 1 :], [True] * (len(LENGTHS) - 1), (gate, i))
+
+    def test_does_not_wait_for_the_gpu(self):
+        for lengths in ([300, 20, 5], [300, 20, 5], [100, 200, 25]):
+            inputs, upstream = make_delta_inputs(DELTA_SIZES[0], "bounded", lengths)
+            boundaries = SequenceBoundaries.from_lengths(lengths, device="cuda")
+            if lengths[0] == 300:
+                run_delta(inputs, upstream, "bounded", boundaries, "fla")
+                continue
+            torch.cuda.synchronize()
+            with synchronising_is_an_error():
+                run_delta(inputs, upstream, "bounded", boundaries, "fla")
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class CudaLatentAttentionTest(unittest.TestCase):
+    @parameterized.expand(["auto", "varlen_attn"])
+    def test_values_smaller_than_keys(self, impl):
+        """Queries and keys of 192 channels and values of 128, as in multi-head latent attention."""
+        layer, generator = torch.nn.Module(), torch.Generator("cuda").manual_seed(0)
+        layer.config, layer.is_causal = SimpleNamespace(_attn_implementation="sdpa"), True
+        layer.num_key_value_groups = 1
+        lengths = [1, 130, 4096, 65, 2048]
+        boundaries = SequenceBoundaries.from_lengths(lengths, device="cuda")
+        rows = [
+            torch.randn(1, 4, sum(lengths), dim, generator=generator, device="cuda").bfloat16()
+            for dim in (192, 192, 128, 128)
+        ]
+        found = []
+        for kind, function in ((torch.bfloat16, impl), (torch.float32, "per_document(sdpa)")):
+            leaves = [x.to(kind).requires_grad_() for x in rows[:3]]
+            options = {"eager": None, "scaling": 0.1, "boundaries": boundaries, "impl": function}
+            output = attention(layer, *leaves, None, **options)[0]
+            gradients = torch.autograd.grad(output, leaves, rows[3].transpose(1, 2).to(kind))
+            found.append([output.detach(), *gradients])
+        self.assertEqual(found[0][0].shape, (1, sum(lengths), 4, 128))
+        error = dict(zip(("output", "dq", "dk", "dv"), errors(*found), strict=True))
+        report(f"latent attention, {impl}", **error)
+        self.assertLess(max(error.values()), 3e-2)
 
 
 def make_inputs(sizes, dtype, lengths=LENGTHS):
@@ -140,6 +252,30 @@ class CudaFamiliesTest(unittest.TestCase):
         report(f"{family}, {dtype} ({used})", logits=error, gradients=total)
         self.assertEqual(used[ROWS[family]], ["row"])
         self.assertEqual(used.get("ssd", ["triton"]), ["triton"])
+        self.assertLess(error, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
+        self.assertLess(total, {torch.float32: 1e-3, torch.bfloat16: 1e-1}[dtype])
+
+    @parameterized.expand([(family, dtype) for family in OWN for dtype in BARS])
+    def test_own_classes_equal_documents_alone(self, family, dtype):
+        """In bfloat16 with dense layers, because rounding changes the choice of experts."""
+        dispatch._used.clear()
+        op, options = OWN[family]
+        if dtype == torch.bfloat16 and op == "kimi_delta_rule":
+            options = options | {"mlp_layer_types": ["dense"] * 2}
+        oracle, rows = tiny_model(family, **options), documents()
+        oracle.to(dtype).float()
+        model = patch_model(copy.deepcopy(oracle).to("cuda", dtype))
+        logits, loss = alone(oracle, rows)
+        expected = gradients(oracle, loss)
+        batch = {name: x.cuda() if torch.is_tensor(x) else x for name, x in packed_batch(rows).items()}
+        output = model(**batch)
+        got = {name: x.float().cpu() for name, x in gradients(model, output.loss).items()}
+        with torch.no_grad():
+            error = relative_error(output.logits[0].float().cpu(), torch.cat(logits).detach())
+        total = total_relative_error(got, expected)
+        used = implementations_used()
+        report(f"{family}, {dtype} ({used})", logits=error, gradients=total)
+        self.assertEqual(used[op], ["fla" if dtype == torch.bfloat16 else "reference"])
         self.assertLess(error, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
         self.assertLess(total, {torch.float32: 1e-3, torch.bfloat16: 1e-1}[dtype])
 

@@ -52,6 +52,41 @@ class VisibleKernelsTest(unittest.TestCase):
         self.assertNotEqual(result.returncode, 0)
         self.assertIn("0 active drivers", result.stderr)
 
+    def test_the_kimi_delta_rule_calls_functions_as_the_package_has_them(self):
+        """All arguments exist, with and without a gate, on batches, packed rows and single tokens."""
+        result = self.run_python(
+            "import inspect, torch\n"
+            "from fla.ops import kda\n"
+            "from transformers_packed import SequenceBoundaries\n"
+            "from transformers_packed.ops.backends import fla\n"
+            "def fake(name, signature):\n"
+            "    def function(*args, **kwargs):\n"
+            "        signature.bind(*args, **kwargs)\n"
+            "        print(name, kwargs['use_qk_l2norm_in_kernel'], kwargs.get('safe_gate'), *sorted(kwargs))\n"
+            "        return args[2], None\n"
+            "    return function\n"
+            "for name in ('chunk_kda', 'fused_recurrent_kda'):\n"
+            "    setattr(kda, name, fake(name, inspect.signature(inspect.unwrap(getattr(kda, name)))))\n"
+            "row = [torch.randn(1, 9, 2, 16) for _ in range(4)] + [torch.rand(1, 9, 2)]\n"
+            "names = 'a_log', 'dt_bias', 'lower_bound', 'initial_state', 'boundaries'\n"
+            "options = dict.fromkeys(names) | {'output_final_state': False, 'use_qk_l2norm_in_kernel': True}\n"
+            "fla.kimi_delta_rule(*row, **options)\n"
+            "options |= {'a_log': torch.randn(2), 'dt_bias': torch.randn(32), 'lower_bound': -5.0}\n"
+            "boundaries = SequenceBoundaries.from_lengths([4, 5])\n"
+            "fla.kimi_delta_rule(*row, **options | {'boundaries': boundaries})\n"
+            "options['initial_state'] = torch.zeros(1, 2, 16, 16)\n"
+            "fla.kimi_delta_rule(*(x[:, :1] for x in row), **options)\n"
+        )
+        gate = "A_log", "dt_bias", "lower_bound", "use_gate_in_kernel"
+        common = "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"
+        lengths = "cu_seqlens", "cu_seqlens_cpu", "safe_gate"
+        expected = [
+            " ".join(["chunk_kda True False", *sorted((*common, "safe_gate"))]),
+            " ".join(["chunk_kda True True", *sorted((*common, *gate, *lengths))]),
+            " ".join(["fused_recurrent_kda True None", *sorted((*common, *gate))]),
+        ]
+        self.assertEqual(result.stdout.splitlines()[-3:], expected, result.stderr[-3000:])
+
     @pytest.mark.slow
     def test_register_after_the_import(self):
         """flash-linear-attention registers its own models under types of Transformers (mamba, mamba2)."""

@@ -59,6 +59,8 @@ class KernelVerifiersTest(unittest.TestCase):
             (flash_qla.verify_gated_delta_rule, rule_call()),
             (fla.verify_gated_delta_rule, rule_call()),
             (fla.verify_gated_delta_rule, rule_call(dim=64, value_dim=256)),
+            (fla.verify_kimi_delta_rule, rule_call()),
+            (fla.verify_kimi_delta_rule, rule_call(dim=64, value_dim=256)),
             (fla.verify_causal_conv1d, conv_call(dtype=torch.float32)),
             (causal_conv1d.verify_causal_conv1d, conv_call()),
             (causal_conv1d.verify_causal_conv1d, conv_call(activation=None)),
@@ -70,6 +72,7 @@ class KernelVerifiersTest(unittest.TestCase):
         for verify, call in (
             (flash_qla.verify_gated_delta_rule, [row] * 5),
             (fla.verify_gated_delta_rule, [row] * 5),
+            (fla.verify_kimi_delta_rule, [row] * 5),
             (fla.verify_causal_conv1d, [row[0], row[0, 0], None, "silu"]),
             (causal_conv1d.verify_causal_conv1d, [row[0], row[0, 0], None, "silu"]),
         ):
@@ -77,7 +80,8 @@ class KernelVerifiersTest(unittest.TestCase):
 
     @parameterized.expand([("float32", torch.float32), ("float64", torch.float64)])
     def test_types(self, _, dtype):
-        for verify in (flash_qla.verify_gated_delta_rule, fla.verify_gated_delta_rule):
+        rules = flash_qla.verify_gated_delta_rule, fla.verify_gated_delta_rule, fla.verify_kimi_delta_rule
+        for verify in rules:
             self.refused(verify, rule_call(dtype=dtype), f"not {dtype}")
         for verify in (fla.verify_causal_conv1d, causal_conv1d.verify_causal_conv1d):
             self.refused(verify, conv_call(dtype=torch.float64), "float64")
@@ -88,6 +92,8 @@ class KernelVerifiersTest(unittest.TestCase):
         self.refused(flash_qla.verify_gated_delta_rule, rule_call(dim=64), "128, not 64 and 128")
         self.refused(flash_qla.verify_gated_delta_rule, rule_call(value_dim=256), "128, not 128 and 256")
         self.refused(fla.verify_gated_delta_rule, rule_call(dim=512), "up to 256, not 512 and 128")
+        self.refused(fla.verify_kimi_delta_rule, rule_call(dim=512), "up to 256, not 512 and 128")
+        self.refused(fla.verify_kimi_delta_rule, rule_call(), "lower bounds from -5, not -6", lower_bound=-6.0)
         self.refused(causal_conv1d.verify_causal_conv1d, conv_call(channels=12), "not 12 and 4")
         self.refused(causal_conv1d.verify_causal_conv1d, conv_call(width=5), "not 16 and 5")
 

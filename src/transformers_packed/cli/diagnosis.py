@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import input_error
-from ..models.families import families_of, family_of
+from ..models.families import OWN, families_of, family_of
 from ..models.family import Mixers, Own, Refused, Unpacked
 from ..models.mtp import declares_head, find_head
 from ..models.packed_model import PackedModelMixin
@@ -269,9 +269,12 @@ def _ops_of(model: PreTrainedModel | None, device: torch.device, dtype: torch.dt
     sizes = {} if model is None else sizes_for_ops(text_config(model))
     planned = availability(device, dtype, **sizes)
     found = {op: planned[op] for op in planned if not op.startswith("attention ")}
-    if model is not None:
-        # No family with classes of this package scans as Mamba-2 does.
-        del found["ssd"]
+    # Without a model, those of Qwen's families are checked.
+    used = {family.rule for family in (OWN[:1] if model is None else families_of(model, Own))}
+    # No family with classes of this package scans as Mamba-2 does.
+    scan = set() if model is None else {"ssd"}
+    for op in {*scan, *(family.rule for family in OWN)} - used:
+        del found[op]
     if model is not None and "expert_sizes" not in sizes:
         del found["experts"]
     op = f"attention {attention}"
@@ -333,7 +336,7 @@ def _of_speed(model: PreTrainedModel | None, ops: Ops, device: torch.device) -> 
         return
     dense = model is None or ("experts" not in ops and any(family.has_graphs for family in families_of(model)))
     attention = next(runs for op, (runs, _) in ops.items() if op.startswith("attention "))
-    if dense and attention == "varlen_attn" and is_kernel(ops["gated_delta_rule"][0]):
+    if dense and attention == "varlen_attn" and is_kernel(ops[OWN[0].rule][0]):
         yield from _of_graphs(model)
     float8, refused = ops["linear_float8"]
     embedding: Any = model and model.get_input_embeddings()

@@ -121,6 +121,8 @@ class Family:
             The names of linear layers whose errors grow along a document, so they stay in full precision.
         takes_images (`bool`, *optional*, defaults to `False`):
             Whether packed rows of its vision-language models may hold images.
+        rule (`str`, *optional*, defaults to `"gated_delta_rule"`):
+            The op of the recurrent layers, for families with classes of this package.
         has_mtp (`bool`, *optional*, defaults to `False`):
             Whether its checkpoints may have a head of multi-token prediction that this package trains.
         has_graphs (`bool`, *optional*, defaults to `False`):
@@ -140,6 +142,7 @@ class Family:
     experts: str = ""
     sensitive: tuple[str, ...] = ()
     takes_images: bool = False
+    rule: str = "gated_delta_rule"
     has_mtp: bool = False
     has_graphs: bool = False
     implies_head: bool = False

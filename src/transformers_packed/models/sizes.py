@@ -105,9 +105,10 @@ def sizes_for_ops(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the arguments of [`availability`] for any text model. What it does not have keeps its default."""
     size = lambda name: getattr(config, name, None)  # noqa: E731
     found = {
-        "delta_head_dim": size("linear_key_head_dim"),
+        "delta_head_dim": size("linear_key_head_dim") or size("linear_head_dim"),
         "value_head_dim": size("linear_value_head_dim"),
-        "attention_head_dim": size("head_dim"),
+        # In multi-head latent attention, `head_dim` is that of rotary embeddings.
+        "attention_head_dim": size("qk_head_dim") or size("head_dim"),
     }
     if size("num_experts") and size("moe_intermediate_size"):
         found["expert_sizes"] = size("hidden_size"), size("moe_intermediate_size")

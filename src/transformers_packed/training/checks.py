@@ -204,12 +204,12 @@ def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
         got = f'attn_implementation="{attention}" ({"; ".join(" ".join(words) for words in refused)})'
         fix = f"Load the model with {_SDPA}."
         return "", input_error("an attention implementation that keeps documents apart", got, fix)
-    if families_of(model, Own):
+    if own := families_of(model, Own):
         # The reference of the fused convolution to heads is the convolution itself.
         to_heads = planned["causal_conv1d_qkv"][0]
         convolution = planned["causal_conv1d"][0] if to_heads == "reference" else to_heads
-        rule = planned["gated_delta_rule"][0]
-        return f"{rule} (gated delta rule), {convolution} (causal convolution), {name} (attention)", None
+        rules = ", ".join(f"{planned[op][0]} ({op.replace('_', ' ')})" for op in sorted({f.rule for f in own}))
+        return f"{rules}, {convolution} (causal convolution), {name} (attention)", None
     mixed = families_of(model, Mixers)
     if any(family.rows for family in mixed):
         return f"computing recurrent modules on the row with boundaries, {attention} attention", None

@@ -17,4 +17,5 @@ BAILING_HYBRID = Family(
     experts="BailingHybridExperts",
     # The projections to the decay and the write strength of the delta rule.
     sensitive=("f_proj", "b_proj"),
+    rule="kimi_delta_rule",
 )

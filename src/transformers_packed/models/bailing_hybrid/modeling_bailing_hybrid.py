@@ -129,10 +129,12 @@ class BailingHybridDeltaAttention(builtin.BailingHybridDeltaAttention):
 class BailingHybridAttention(builtin.BailingHybridAttention):
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project to queries `[B, H, T, QK]`, latents `[B, 1, T, rank]`, and the part of the keys that heads share."""
-        # Queries are of low rank if they have these layers.
-        first: Any = self.q_proj or self.q_a_proj
-        query, compressed = project(hidden_states, first, self.kv_a_proj_with_mqa)
-        if self.q_a_layernorm is not None and self.q_b_proj is not None:
+        if self.q_proj is not None:
+            query, compressed = project(hidden_states, self.q_proj, self.kv_a_proj_with_mqa)
+        else:
+            # Queries of low rank.
+            assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
+            query, compressed = project(hidden_states, self.q_a_proj, self.kv_a_proj_with_mqa)
             (query,) = project(self.q_a_layernorm(query), self.q_b_proj)
         latent, shared = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         query = query.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)

@@ -12,4 +12,5 @@ KIMI_LINEAR = Family(
     experts="KimiLinearExperts",
     # The projections to the decay and the write strength of the delta rule.
     sensitive=("f_a_proj", "f_b_proj", "b_proj"),
+    rule="kimi_delta_rule",
 )
