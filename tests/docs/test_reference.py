@@ -11,11 +11,12 @@ from pathlib import Path
 import transformers_packed
 from transformers_packed import cli, ops, parallel
 from transformers_packed.cli.options import parsers
+from transformers_packed.models.families import OWN
 
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference" / "api"
-FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+FAMILIES = [family.name for family in OWN]
 sys.path.insert(0, str(ROOT / "docs"))
 
 

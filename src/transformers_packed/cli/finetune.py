@@ -29,8 +29,7 @@ from transformers import (
 from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import count, input_error
 from ..models.cuda_graphs import graph_length, use_cuda_graphs
-from ..models.families import family_of, titles
-from ..models.family import Own
+from ..models.families import SIZED, family_of, titles
 from ..models.float8 import use_float8
 from ..models.mtp import find_head
 from ..models.mtp_head import check_declared
@@ -194,9 +193,10 @@ def _supported_config(source: str) -> PreTrainedConfig:
         raise cannot_read("--model", source, "checkpoint", error) from error
     except ValueError as error:  # a model type that Transformers does not know
         config, found = None, "its own code" if has_own_code(error) else " ".join(str(error).split()).rstrip(".")
-    if config is None or not (isinstance(family_of(config).apart, Own) and builds(AutoModelForCausalLM, config)):
+    # The commands plan rows by the sizes of layers.
+    if config is None or family_of(config) not in SIZED or not builds(AutoModelForCausalLM, config):
         fix = "Train other models with a Trainer and configure_packing."
-        raise input_error(f"a checkpoint of {titles()}", f"{source}: {found}", fix, option="--model")
+        raise input_error(f"a checkpoint of {titles(SIZED)}", f"{source}: {found}", fix, option="--model")
     return config
 
 

@@ -29,6 +29,8 @@ LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _OURS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR, BAILING_HYBRID)
 # Families with classes of this package, in this release of Transformers.
 OWN = tuple(family for family in _OURS if family.is_supported)
+# Those whose sizes are known, for which rows, memory and parts of rows can be planned.
+SIZED = tuple(family for family in OWN if family.sizes is not None)
 
 
 def titles(families: Iterable[Family] = OWN) -> str:
@@ -212,8 +214,7 @@ def sizes_of(config: PreTrainedConfig, fix: str = "") -> Sizes:
     text = config.get_text_config()
     sizes = family_of(text).sizes
     if sizes is None:
-        known = titles(family for family in OWN if family.sizes is not None)
-        raise input_error(f"the configuration of a {known} model", text.model_type, fix)
+        raise input_error(f"the configuration of a {titles(SIZED)} model", text.model_type, fix)
     return sizes(text)
 
 

@@ -198,7 +198,7 @@ def why_padded(model: Any, inputs: dict[str, Any]) -> str:
 
     Args:
         model (`PreTrainedModel`):
-            A text model of Qwen3-Next, Qwen3.5 or Qwen3.5-MoE with classes of this package.
+            A text model of a family with classes of this package.
         inputs (`dict`):
             The arguments of its forward. Without tokens, those tell what every call has, such as `use_cache=False`.
     """
