@@ -14,7 +14,7 @@ from parameterized import parameterized
 from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
 
-from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries
+from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries, patch_model, unpatch_model
 
 
 VOCAB_SIZE = 97
@@ -476,6 +476,16 @@ class PackedModelTesterMixin:
             ours, report = self.packed_class.from_pretrained(directory, output_loading_info=True)
             self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
             self.assertTrue(torch.equal(ours(**batch).logits, model(**batch).logits))
+
+    def test_patch_and_unpatch(self):
+        """`patch_model` gives a stock model our classes and results, and `unpatch_model` its own back."""
+        builtin, model = self.models()
+        classes = [type(module) for module in builtin.modules()]
+        batch = packed_batch(self.documents, model=model)
+        self.assertTrue(torch.equal(patch_model(builtin)(**batch).logits, model(**batch).logits))
+        self.assertEqual([type(module) for module in builtin.modules()], [type(module) for module in model.modules()])
+        unpatch_model(builtin)
+        self.assertEqual([type(module) for module in builtin.modules()], classes)
 
     def test_resize_token_embeddings(self):
         builtin, model = self.models()

@@ -1,6 +1,10 @@
 import unittest
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from mixins.op import PackedOpTesterMixin, relative_error
 from parameterized import parameterized
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -12,10 +16,16 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, eager
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import attention
-from transformers_packed.ops.attention import _block_mask
+from transformers_packed.ops.attention import IMPLEMENTATIONS, _block_mask, _varlen_attn, _verify_varlen_attn
+from transformers_packed.ops.dispatch import Implementation
 
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 4, 2, 8
+
+
+def on_gpu(*shape):
+    """The attributes of a CUDA tensor that verifiers read."""
+    return SimpleNamespace(is_cuda=True, device=torch.device("cuda"), shape=torch.Size(shape), dtype=torch.bfloat16)
 
 
 def make_module(implementation):
@@ -188,6 +198,37 @@ class AttentionTest(unittest.TestCase):
         self.assertIs(kwargs["cu_seq_lens_k"], boundaries.cu_seqlens)
         self.assertEqual((kwargs["max_length_q"], kwargs["max_length_k"]), (12, 12))
         self.assertEqual(kwargs["sliding_window"], 4)
+
+    def test_varlen_attn_gets_values_of_the_size_of_the_keys(self):
+        """As in multi-head latent attention. The kernel here is a stand-in that takes no other values."""
+
+        def varlen_attn(query, key, value, starts, *others, scale, **options):
+            self.assertEqual(query.shape[-1], value.shape[-1])
+            lengths = starts.diff().tolist()
+            rows = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (query, key, value)), strict=True)
+            call = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=True)
+            return torch.cat([call(*row)[0].transpose(0, 1) for row in rows])
+
+        module, boundaries = make_module("sdpa"), SequenceBoundaries.from_lengths([5, 1, 9])
+        query, key, value = make_row(15)
+        rows = [x.requires_grad_() for x in (query, key, value[..., :6].clone())]
+        found = []
+        always = Implementation(_varlen_attn, lambda *args, **kwargs: (True, ""))
+        with (
+            mock.patch("torch.nn.attention.varlen.varlen_attn", varlen_attn),
+            mock.patch.dict(IMPLEMENTATIONS["sdpa"], {"varlen_attn": always}),
+        ):
+            for impl in ("varlen_attn", "per_document(sdpa)"):
+                output, _ = run(module, *rows, boundaries=boundaries, impl=impl)
+                weight = torch.linspace(-1, 1, output.numel()).view_as(output)
+                found.append([output, *torch.autograd.grad((output * weight).sum(), rows)])
+        self.assertEqual(found[0][0].shape, (1, 15, HEADS, 6))
+        for a, b in zip(*found, strict=True):
+            self.assertLess(relative_error(a, b), 1e-5)
+        wide = [on_gpu(1, 4, 9, 64), on_gpu(1, 4, 9, 64), on_gpu(1, 4, 9, 128)]
+        with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)):
+            reason = _verify_varlen_attn(module, *wide)[1]
+        self.assertEqual(reason, "needs values of at most the size of the keys, 64, not 128")
 
     def test_refuses_what_would_attend_across_documents(self):
         def anything(*args, **kwargs):
