@@ -2,6 +2,7 @@
 
 import unittest
 
+import pytest
 import torch
 from common.fused import relative
 from mixins.op import BuiltinTesterMixin
@@ -75,6 +76,22 @@ class ReferenceTest(BuiltinTesterMixin, unittest.TestCase):
             lambda x, gate, w: (self.call(module, weight=w)(x, gate),),
             [self.normal(9, 40), self.normal(9, 40), self.normal(40)],
         )
+
+    def test_sigmoid(self):
+        """As in Kimi Linear, also in bfloat16: only the result is rounded."""
+        stock = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+        module = stock.KimiLinearRMSNormGated(40, eps=1e-5)
+        inputs = [self.normal(9, 40), self.normal(9, 40), self.normal(40)]
+
+        def ours(x, gate, weight):
+            return (gated_rms_norm(x, gate, weight, 1e-5, activation="sigmoid", impl="reference"),)
+
+        self.assert_same(ours, lambda x, gate, w: (self.call(module, weight=w)(x, gate),), inputs)
+        x, gate, weight = (x.bfloat16() for x in inputs)
+        self.assertTrue(torch.equal(ours(x, gate, weight)[0], self.call(module, weight=weight)(x, gate)))
+        for options in ({"activation": "gelu"}, {"activation": "sigmoid", "gate_first": True}):
+            with self.assertRaisesRegex(ValueError, 'the activation "silu", or "sigmoid" without gate_first'):
+                gated_rms_norm(*inputs, **options)
 
     @parameterized.expand([(1,), (4,)])
     def test_gate_first(self, groups):

@@ -304,6 +304,19 @@ class UnfoldingTest(ConverterTestCase):
         self.modular("beta", BETA_HEAD, "class BetaTower(AlphaNet):\n    pass")
         self.assert_error(r"^modular_beta.py: BetaTower and AlphaNet have no common ending")
 
+    def test_no_common_ending_beside_classes_with_one(self):
+        """The other classes of the two families tell the prefix."""
+        self.write("zoo/beta/modeling_beta.py", BUILTIN.format("Beta") + "class BetaTower:\n    pass\n")
+        self.modular(
+            "beta",
+            BETA_HEAD,
+            "class BetaTower(AlphaNet):\n    size = 7",
+            "class BetaNet(AlphaNet):\n    pass",
+        )
+        _, module = self.generate("beta")
+        self.assertEqual([base.__name__ for base in module.BetaTower.__bases__], ["BetaTower"])
+        self.assertEqual((module.BetaTower.size, module.BetaNet.__name__), (7, "BetaNet"))
+
     def test_two_bases(self):
         self.modular("beta", BETA_HEAD, "class BetaNet(AlphaNet, dict):\n    pass")
         self.assert_error(r"^modular_beta.py: BetaNet derives from AlphaNet and something else")
