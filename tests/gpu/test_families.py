@@ -20,6 +20,7 @@ from transformers_packed import SequenceBoundaries, patch_model
 from transformers_packed.models import mixers
 from transformers_packed.models.families import FAMILIES
 from transformers_packed.ops import attention, dispatch, implementations_used, kimi_delta_rule, ssd
+from transformers_packed.ops.backends import fla
 
 
 LENGTHS = [1, 130, 2, 64, 3, 63, 300, 65, 1, 129, 256]
@@ -275,7 +276,9 @@ class CudaFamiliesTest(unittest.TestCase):
         total = total_relative_error(got, expected)
         used = implementations_used()
         report(f"{family}, {dtype} ({used})", logits=error, gradients=total)
-        self.assertEqual(used[op], ["fla" if dtype == torch.bfloat16 else "reference"])
+        # Kernels for the gated delta rule need a recent release of triton on Hopper.
+        kernel = dtype == torch.bfloat16 and (op == "kimi_delta_rule" or not fla._backward_problem())
+        self.assertEqual(used[op], ["fla" if kernel else "reference"])
         self.assertLess(error, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
         self.assertLess(total, {torch.float32: 1e-3, torch.bfloat16: 1e-1}[dtype])
 
