@@ -3,7 +3,9 @@
 import inspect
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 
 LENGTHS = (65, 1, 3, 70, 2)
@@ -190,7 +192,9 @@ _NOT_TEXT = {
 def tiny_config(family: str, **options):
     """Build a configuration of the family with two layers, or with one of each kind if there are more kinds."""
     model_type, special = _SPECIAL.get(family, (None, {}))
-    cls = CONFIG_MAPPING[model_type or family]
+    name = model_type or family
+    # flash-linear-attention registers classes of its own for Mamba and Mamba-2.
+    cls = getattr(transformers, CONFIG_MAPPING_NAMES[name]) if name in CONFIG_MAPPING_NAMES else CONFIG_MAPPING[name]
     values = _values(cls)
     if getattr(cls, "sub_configs", None):
         default = cls()

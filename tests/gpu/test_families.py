@@ -7,6 +7,7 @@ import copy
 import math
 import unittest
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from common.fused import errors
 from common.gpu import compiled_kernels, report, synchronising_is_an_error
 from mixins.model import alone, gradients, packed_batch, relative_error, total_relative_error
 from parameterized import parameterized
+from transformers.integrations import hub_kernels
 
 from transformers_packed import SequenceBoundaries, patch_model
 from transformers_packed.models import mixers
 from transformers_packed.models.families import FAMILIES
 from transformers_packed.ops import attention, dispatch, implementations_used, kimi_delta_rule, ssd
+from transformers_packed.ops.autotuning import tuned_in_threads
 from transformers_packed.ops.backends import fla
 
 
@@ -73,6 +76,12 @@ def run_delta(inputs, upstream, gate, boundaries, impl):
 @pytest.mark.gpu
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
 class CudaKimiDeltaRuleTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        tuned = tuned_in_threads()
+        tuned.__enter__()
+        cls.addClassCleanup(tuned.__exit__, None, None, None)
+
     boundaries = property(lambda self: SequenceBoundaries.from_lengths(LENGTHS, device="cuda"))
 
     @parameterized.expand([(sizes, gate) for sizes in DELTA_SIZES for gate in GATES])
@@ -256,32 +265,6 @@ class CudaFamiliesTest(unittest.TestCase):
         self.assertLess(error, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
         self.assertLess(total, {torch.float32: 1e-3, torch.bfloat16: 1e-1}[dtype])
 
-    @parameterized.expand([(family, dtype) for family in OWN for dtype in BARS])
-    def test_own_classes_equal_documents_alone(self, family, dtype):
-        """In bfloat16 with dense layers, because rounding changes the choice of experts."""
-        dispatch._used.clear()
-        op, options = OWN[family]
-        if dtype == torch.bfloat16 and op == "kimi_delta_rule":
-            options = options | {"mlp_layer_types": ["dense"] * 2}
-        oracle, rows = tiny_model(family, **options), documents()
-        oracle.to(dtype).float()
-        model = patch_model(copy.deepcopy(oracle).to("cuda", dtype))
-        logits, loss = alone(oracle, rows)
-        expected = gradients(oracle, loss)
-        batch = {name: x.cuda() if torch.is_tensor(x) else x for name, x in packed_batch(rows).items()}
-        output = model(**batch)
-        got = {name: x.float().cpu() for name, x in gradients(model, output.loss).items()}
-        with torch.no_grad():
-            error = relative_error(output.logits[0].float().cpu(), torch.cat(logits).detach())
-        total = total_relative_error(got, expected)
-        used = implementations_used()
-        report(f"{family}, {dtype} ({used})", logits=error, gradients=total)
-        # Kernels for the gated delta rule need a recent release of triton on Hopper.
-        kernel = dtype == torch.bfloat16 and (op == "kimi_delta_rule" or not fla._backward_problem())
-        self.assertEqual(used[op], ["fla" if kernel else "reference"])
-        self.assertLess(error, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
-        self.assertLess(total, {torch.float32: 1e-3, torch.bfloat16: 1e-1}[dtype])
-
     @parameterized.expand(["bamba", "falcon_h1", "lfm2"])
     def test_mixers_do_not_wait_for_the_gpu(self, family):
         model = tiny_model(family).to("cuda", torch.bfloat16)
@@ -296,6 +279,44 @@ class CudaFamiliesTest(unittest.TestCase):
             torch.cuda.synchronize()
             with synchronising_is_an_error():
                 function(mixer, boundaries, x).float().sum().backward()
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class CudaOwnClassesTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        tuned = tuned_in_threads()
+        tuned.__enter__()
+        cls.addClassCleanup(tuned.__exit__, None, None, None)
+
+    @parameterized.expand([(family, dtype) for family in OWN for dtype in BARS])
+    def test_equals_documents_alone(self, family, dtype):
+        """In bfloat16 with dense layers, because rounding changes the choice of experts."""
+        dispatch._used.clear()
+        op, options = OWN[family]
+        if dtype == torch.bfloat16 and op == "kimi_delta_rule":
+            options = options | {"mlp_layer_types": ["dense"] * 2}
+        oracle, rows = tiny_model(family, **options), documents()
+        oracle.to(dtype).float()
+        model = patch_model(copy.deepcopy(oracle).to("cuda", dtype))
+        # A stock model calls the kernels of flash-linear-attention on a CPU too, unless it is exported.
+        with mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True):
+            logits, loss = alone(oracle, rows)
+            expected = gradients(oracle, loss)
+        batch = {name: x.cuda() if torch.is_tensor(x) else x for name, x in packed_batch(rows).items()}
+        output = model(**batch)
+        got = {name: x.float().cpu() for name, x in gradients(model, output.loss).items()}
+        with torch.no_grad():
+            error = relative_error(output.logits[0].float().cpu(), torch.cat(logits).detach())
+        total = total_relative_error(got, expected)
+        used = implementations_used()
+        report(f"{family}, {dtype} ({used})", logits=error, gradients=total)
+        # Kernels for the gated delta rule need a recent release of triton on Hopper.
+        kernel = dtype == torch.bfloat16 and (op == "kimi_delta_rule" or not fla._backward_problem())
+        self.assertEqual(used[op], ["fla" if kernel else "reference"])
+        self.assertLess(error, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
+        self.assertLess(total, {torch.float32: 1e-3, torch.bfloat16: 1e-1}[dtype])
 
 
 if __name__ == "__main__":

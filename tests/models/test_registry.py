@@ -229,6 +229,15 @@ class RegisterTest(unittest.TestCase):
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         self.assertEqual(result.returncode, 0, result.stderr)
 
+    def test_a_class_of_another_package_is_named(self):
+        """flash-linear-attention registers classes for Mamba and Mamba-2 that have the names of Transformers."""
+        other = type("Mamba2ForCausalLM", (transformers.PreTrainedModel,), {"__module__": "fla.models.mamba2"})
+        model = other(transformers.PreTrainedConfig())
+        with self.assertRaisesRegex(
+            ValueError, "got fla.models.mamba2.Mamba2ForCausalLM. Load it with transformers.Mamba2ForCausalLM: another"
+        ):
+            transformers_packed.patch_model(model)
+
 
 class ModularTest(unittest.TestCase):
     def test_importing_a_modular_file_replaces_nothing(self):

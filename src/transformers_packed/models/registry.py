@@ -263,6 +263,10 @@ def _check_isolated(model: torch.nn.Module) -> None:
     if outermost is not None:
         ways = [family.apart for family in families_of_class(type(outermost))]
         got, fix = type(outermost).__name__, "Run audit_model to check whether it needs a patch."
+        stock = getattr(transformers, got, None)
+        if stock not in (None, type(outermost)):
+            fix = f"Load it with transformers.{got}: another package registered its class with AutoModel."
+            got = f"{type(outermost).__module__}.{got}"
         if any(isinstance(way, Isolated) for way in ways):
             return
         reasons = [way.why for way in ways if isinstance(way, Refused)]
