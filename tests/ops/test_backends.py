@@ -42,6 +42,7 @@ class KernelVerifiersTest(unittest.TestCase):
             (causal_conv1d, "importable", lambda module, package: (True, "")),
             (flash_qla, "_problem", lambda: ""),
             (fla, "_backward_problem", lambda: ""),
+            (fla, "_row_problem", lambda: ""),
             (torch.cuda, "get_device_capability", lambda device: (9, 0)),
         ):
             patcher = mock.patch.object(target, name, value)
@@ -66,6 +67,12 @@ class KernelVerifiersTest(unittest.TestCase):
             (causal_conv1d.verify_causal_conv1d, conv_call(activation=None)),
         ):
             self.assertEqual(verify(*call, boundaries=boundaries), (True, ""))
+
+    def test_rows_of_an_older_release(self):
+        boundaries = SequenceBoundaries.from_lengths([4, 5])
+        with mock.patch.object(fla, "_row_problem", lambda: "needs another release for packed rows"):
+            self.assertEqual(fla.verify_kimi_delta_rule(*rule_call()), (True, ""))
+            self.refused(fla.verify_kimi_delta_rule, rule_call(), "another release", boundaries=boundaries)
 
     def test_tensors_on_a_cpu(self):
         row = torch.zeros(1, 9, 2, 128)

@@ -1,7 +1,7 @@
 """flash-linear-attention: gated delta rule and convolution in Triton, which take `cu_seqlens`."""
 
 from functools import lru_cache
-from inspect import unwrap
+from inspect import signature, unwrap
 
 import torch
 
@@ -58,7 +58,9 @@ def kimi_delta_rule(
     if query.shape[1] == 1 and state is not None and not _needs_backward(*call, a_log, dt_bias, state):
         return fused_recurrent_kda(*call, **options)
     if boundaries is not None:
-        options |= {"cu_seqlens": boundaries.cu_seqlens, "cu_seqlens_cpu": boundaries.cu_seqlens_cpu}
+        # The way of CUDA graphs does not wait for the GPU, and leaves out TileLang's backward. That one multiplies values of
+        # the next document by zero, so NaN there would reach the end of this one.
+        options |= {"cu_seqlens": boundaries.cu_seqlens, "use_graph": True}
     # The unwrapped function is the Triton kernel. A decay with a bound allows faster products.
     return unwrap(chunk_kda)(*call, safe_gate=lower_bound is not None, **options)
 
@@ -73,8 +75,19 @@ def verify_kimi_delta_rule(query, key, value, g, beta, *, lower_bound=None, boun
     if lower_bound is not None and lower_bound < -5:
         return False, f"supports lower bounds from -5, not {lower_bound}"
     if boundaries is not None and boundaries.device_only:
-        return False, "needs the lengths of documents on the host"
-    return importable("fla", "flash-linear-attention")
+        return False, "was not tested on rows whose lengths are on the GPU alone"
+    ok, reason = importable("fla", "flash-linear-attention")
+    if ok and boundaries is not None:
+        reason = _row_problem()
+    return not reason, reason
+
+
+@lru_cache
+def _row_problem() -> str:
+    from fla.ops.kda import chunk_kda
+
+    known = signature(chunk_kda).parameters
+    return "" if "use_graph" in known else "needs flash-linear-attention >= 0.6 for packed rows"
 
 
 def causal_conv1d(hidden_states, weight, bias, activation, *, boundaries):
