@@ -54,6 +54,7 @@ def gpu(capability=(9, 0), missing=(), flash_qla_problem="", triton_problem=""):
             (dense_attention, "_supports", lambda *args: True),
             (fla, "importable", lambda module, name: (name not in missing, f"is not installed (pip install {name})")),
             (fla, "_backward_problem", lambda: ""),
+            (fla, "_row_problem", lambda: ""),
             (flash_qla, "_problem", lambda: flash_qla_problem),
             (triton, "problem", lambda: triton_problem),
         ):

@@ -589,7 +589,7 @@ class PackedModelTesterMixin:
         builtin, model = self.models()
         model.config.get_text_config().is_causal = None  # not set
         model(**packed_batch(self.documents))
-        next(module for module in model.modules() if hasattr(module, "is_causal")).is_causal = False
+        next(module for module in model.modules() if getattr(module, "is_causal", False)).is_causal = False
         with self.assertRaisesRegex(ValueError, "a causal attention layer for a packed row.*is_causal=False"):
             model(**packed_batch(self.documents))
 

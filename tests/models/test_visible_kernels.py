@@ -79,7 +79,7 @@ class VisibleKernelsTest(unittest.TestCase):
         )
         gate = "A_log", "dt_bias", "lower_bound", "use_gate_in_kernel"
         common = "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"
-        lengths = "cu_seqlens", "cu_seqlens_cpu", "safe_gate"
+        lengths = "cu_seqlens", "use_graph", "safe_gate"
         expected = [
             " ".join(["chunk_kda True False", *sorted((*common, "safe_gate"))]),
             " ".join(["chunk_kda True True", *sorted((*common, *gate, *lengths))]),

@@ -68,7 +68,8 @@ class AutotuningTest(unittest.TestCase):
     def test_measures_are_short(self):
         tuner, own = (Autotuner.__new__(Autotuner) for _ in range(2))
         tuner._do_bench, own._do_bench = None, len
-        with mock.patch.object(triton.runtime.driver, "_active", mock.Mock()):
+        driver = mock.Mock(**{"get_benchmarker.return_value": triton.testing.do_bench})
+        with mock.patch.object(triton.runtime.driver, "_active", driver):
             before = tuner.do_bench
             with autotuning.tuned_in_threads():
                 self.assertEqual((tuner.do_bench.func, own.do_bench), (triton.testing.do_bench, len))
