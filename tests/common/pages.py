@@ -19,8 +19,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = "Qwen/Qwen3.5-0.8B"
-# A family without classes of its own in this package.
-OTHER_CHECKPOINT = "LiquidAI/LFM2-350M"
+# Families without classes of their own in this package, and another one with them.
+OTHER_CHECKPOINTS = {
+    "LiquidAI/LFM2-350M": "lfm2",
+    "ibm-granite/granite-4.0-h-micro": "granitemoehybrid",
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": "kimi_linear",
+}
 # The first of them are the `chats.jsonl` of the pages.
 CHATS = ROOT / "examples" / "chats.jsonl"
 RECORDS = 12
@@ -67,6 +71,7 @@ def run_blocks(page: str, text: str) -> None:
 
 def make_files(folder: Path) -> None:
     """Create the files that a reader is assumed to have: a complete checkpoint, and data."""
+    from families import tiny_model
     from trl import chat_template_utils
 
     examples = examples_module()
@@ -77,8 +82,9 @@ def make_files(folder: Path) -> None:
     tokenizer.chat_template = chat_template_utils.qwen3_5_nothink_chat_template
     for part in (tokenizer, processor.image_processor):
         part.save_pretrained(folder / CHECKPOINT)
-    _tiny_lfm2(len(tokenizer)).save_pretrained(folder / OTHER_CHECKPOINT)
-    tokenizer.save_pretrained(folder / OTHER_CHECKPOINT)
+    for name, family in OTHER_CHECKPOINTS.items():
+        tiny_model(family, vocab_size=len(tokenizer)).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     chats = CHATS.read_text(encoding="utf-8").splitlines(keepends=True)
     (folder / "examples").mkdir()
     for name in ("chats.jsonl", "examples/chats.jsonl"):
@@ -106,14 +112,6 @@ def _with_head(made: str, folder: Path) -> None:
     add_mtp(model)
     shutil.copytree(made, folder)
     model.save_pretrained(folder)
-
-
-def _tiny_lfm2(vocab_size: int):
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
-    return Lfm2ForCausalLM(Lfm2Config(vocab_size=vocab_size, **sizes, **layers))
 
 
 def examples_module():
