@@ -1,7 +1,9 @@
 """Checkpoints in host memory: their buffers, and how models enable them. `tests/gpu` has the copies."""
 
 import copy
+import errno
 import gc
+import mmap
 import unittest
 from functools import partial
 from unittest import mock
@@ -180,6 +182,15 @@ class BuffersTest(unittest.TestCase):
             with self.assertRaisesRegex(RuntimeError, "expected 1 MiB more of host memory .* got error 2"):
                 offload.Copies.allocate(self.pool, 1 << 20)
             buffers.clear()
+
+    def test_kernel_without_large_pages(self):
+        class Refusing(mmap.mmap):
+            def madvise(self, *_):
+                raise OSError(errno.EINVAL, "Invalid argument")
+
+        cudart = mock.Mock(**{"cudaHostRegister.return_value": 0})
+        with mock.patch.object(offload, "_cudart", lambda: cudart), mock.patch.object(mmap, "mmap", Refusing):
+            self.assertEqual(offload.Copies.allocate(self.pool, 1 << 16).nbytes, 1 << 16)
 
 
 @unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")

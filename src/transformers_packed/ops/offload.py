@@ -15,6 +15,7 @@ import mmap
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -105,7 +106,9 @@ class Copies:
         """Return a new buffer of pinned memory."""
         # Pages that no other buffer shares, large ones where the system has them: CUDA pins them faster.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        # Kernels without large pages refuse the advice.
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         failed = int(_cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
         if failed:
