@@ -2,9 +2,9 @@
 
 Each family has 8 layers of hidden size 1,024. The arm `ours` computes recurrent and convolutional mixers on the whole row
 with this package's ops. The arm `per document` computes the same model with the stock forward of these mixers, on padded
-batches of documents of similar length. Families with classes of this package have the arm `ours` alone: compare them with
-`qwen3_5`, which has the same layers, hidden size and dense MLP. Errors are those of the loss and of all gradients on a shorter row, against the
-stock class in float32 on each document alone. Of mixtures, rounding may change the choice of experts in bfloat16.
+batches of documents of similar length. Families with classes of this package have the arm `ours` alone: compare them
+with `qwen3_5`, which has the same layers, hidden size and dense MLP. Errors are those of the loss and of all gradients
+on a shorter row, against the stock class in float32 on each document alone. Of mixtures, rounding may change the choice of experts in bfloat16.
 
     python benchmarks/families.py --output benchmarks/results/families.json
     python benchmarks/families.py --families bamba lfm2 --profile

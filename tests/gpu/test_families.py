@@ -48,6 +48,54 @@ OWN = {
 }
 
 
+class TunedTest(unittest.TestCase):
+    """Compiles the variants of kernels in threads."""
+
+    @classmethod
+    def setUpClass(cls):
+        tuned = tuned_in_threads()
+        tuned.__enter__()
+        cls.addClassCleanup(tuned.__exit__, None, None, None)
+
+
+class FamilyTest(unittest.TestCase):
+    """Compares a packed row on a GPU with the stock model on each document alone, on a CPU in float32."""
+
+    def check(self, family: str, dtype: torch.dtype, **options) -> dict[str, list[str]]:
+        """Return what ran."""
+        dispatch._used.clear()
+        oracle, rows = tiny_model(family, **options), documents()
+        oracle.to(dtype).float()
+        model = patch_model(copy.deepcopy(oracle).to("cuda", dtype))
+        # A stock model calls the kernels of flash-linear-attention on a CPU too, unless it is exported.
+        with mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True):
+            logits, loss = alone(oracle, rows)
+            expected = gradients(oracle, loss)
+        batch = {name: x.cuda() if torch.is_tensor(x) else x for name, x in packed_batch(rows).items()}
+        output = model(**batch)
+        got = {name: x.float().cpu() for name, x in gradients(model, output.loss).items()}
+        with torch.no_grad():
+            error = relative_error(output.logits[0].float().cpu(), torch.cat(logits).detach())
+        total = total_relative_error(got, expected)
+        used = implementations_used()
+        report(f"{family}, {dtype} ({used})", logits=error, gradients=total)
+        self.assertLess(error, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
+        self.assertLess(total, {torch.float32: 1e-3, torch.bfloat16: 1e-1}[dtype])
+        return used
+
+
+def check_without_waiting(prepare) -> None:
+    """Call what `prepare` makes of lengths and boundaries: first to compile and tune, then where waiting is an error."""
+    for lengths in ([300, 20, 5], [300, 20, 5], [100, 200, 25]):
+        step = prepare(lengths, SequenceBoundaries.from_lengths(lengths, device="cuda"))
+        if lengths[0] == 300:
+            step()
+            continue
+        torch.cuda.synchronize()
+        with synchronising_is_an_error():
+            step()
+
+
 def make_delta_inputs(sizes, gate, lengths=LENGTHS):
     """Return q, k, v, g and beta in bfloat16, `a_log` and `dt_bias` unless the decay is given, and the gradient."""
     key_heads, heads, key_dim, value_dim = sizes
@@ -75,13 +123,7 @@ def run_delta(inputs, upstream, gate, boundaries, impl):
 
 @pytest.mark.gpu
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
-class CudaKimiDeltaRuleTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        tuned = tuned_in_threads()
-        tuned.__enter__()
-        cls.addClassCleanup(tuned.__exit__, None, None, None)
-
+class CudaKimiDeltaRuleTest(TunedTest):
     boundaries = property(lambda self: SequenceBoundaries.from_lengths(LENGTHS, device="cuda"))
 
     @parameterized.expand([(sizes, gate) for sizes in DELTA_SIZES for gate in GATES])
@@ -113,15 +155,11 @@ class CudaKimiDeltaRuleTest(unittest.TestCase):
                     self.assertEqual(same[:document] + same[document + 1 :], [True] * (len(LENGTHS) - 1), (gate, i))
 
     def test_does_not_wait_for_the_gpu(self):
-        for lengths in ([300, 20, 5], [300, 20, 5], [100, 200, 25]):
+        def prepare(lengths, boundaries):
             inputs, upstream = make_delta_inputs(DELTA_SIZES[0], "bounded", lengths)
-            boundaries = SequenceBoundaries.from_lengths(lengths, device="cuda")
-            if lengths[0] == 300:
-                run_delta(inputs, upstream, "bounded", boundaries, "fla")
-                continue
-            torch.cuda.synchronize()
-            with synchronising_is_an_error():
-                run_delta(inputs, upstream, "bounded", boundaries, "fla")
+            return lambda: run_delta(inputs, upstream, "bounded", boundaries, "fla")
+
+        check_without_waiting(prepare)
 
 
 @pytest.mark.gpu
@@ -229,94 +267,50 @@ class CudaSSDTest(unittest.TestCase):
         self.assertEqual(names, [])
 
     def test_does_not_wait_for_the_gpu(self):
-        for lengths in ([300, 20, 5], [100, 200, 25]):
+        def prepare(lengths, boundaries):
             inputs, upstream = make_inputs(SIZES[0], torch.bfloat16, lengths)
-            boundaries = SequenceBoundaries.from_lengths(lengths, device="cuda")
-            if lengths[0] == 300:
-                run(inputs, upstream, boundaries, "triton")
-                continue
-            torch.cuda.synchronize()
-            with synchronising_is_an_error():
-                run(inputs, upstream, boundaries, "triton")
+            return lambda: run(inputs, upstream, boundaries, "triton")
+
+        check_without_waiting(prepare)
 
 
 @pytest.mark.gpu
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
-class CudaFamiliesTest(unittest.TestCase):
+class CudaFamiliesTest(FamilyTest):
     @parameterized.expand([(family, dtype) for family in ROWS for dtype in BARS])
     def test_equals_documents_alone(self, family, dtype):
         if dtype == torch.bfloat16 and family in ("lfm2_moe", "nemotron_h"):
             self.skipTest("rounding changes the choice of experts")
-        dispatch._used.clear()
-        oracle, rows = tiny_model(family), documents()
-        oracle.to(dtype).float()
-        model = patch_model(copy.deepcopy(oracle).to("cuda", dtype))
-        logits, loss = alone(oracle, rows)
-        expected = gradients(oracle, loss)
-        batch = {name: x.cuda() if torch.is_tensor(x) else x for name, x in packed_batch(rows).items()}
-        output = model(**batch)
-        got = {name: x.float().cpu() for name, x in gradients(model, output.loss).items()}
-        error = relative_error(output.logits[0].float().cpu(), torch.cat(logits).detach())
-        total = total_relative_error(got, expected)
-        used = implementations_used()
-        report(f"{family}, {dtype} ({used})", logits=error, gradients=total)
+        used = self.check(family, dtype)
         self.assertEqual(used[ROWS[family]], ["row"])
         self.assertEqual(used.get("ssd", ["triton"]), ["triton"])
-        self.assertLess(error, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
-        self.assertLess(total, {torch.float32: 1e-3, torch.bfloat16: 1e-1}[dtype])
 
     @parameterized.expand(["bamba", "falcon_h1", "lfm2"])
     def test_mixers_do_not_wait_for_the_gpu(self, family):
         model = tiny_model(family).to("cuda", torch.bfloat16)
         (mixer, *_) = (module for module in model.modules() if type(module).__name__ == ROWS[family])
         function = mixers.ROWS[FAMILIES[family].mixers[ROWS[family]].row]
-        for lengths in ([300, 20, 5], [100, 200, 25]):
-            boundaries = SequenceBoundaries.from_lengths(lengths, device="cuda")
+
+        def prepare(lengths, boundaries):
             x = torch.randn(1, sum(lengths), 32, device="cuda", dtype=torch.bfloat16)
-            if lengths[0] == 300:
-                function(mixer, boundaries, x).float().sum().backward()
-                continue
-            torch.cuda.synchronize()
-            with synchronising_is_an_error():
-                function(mixer, boundaries, x).float().sum().backward()
+            return lambda: function(mixer, boundaries, x).float().sum().backward()
+
+        check_without_waiting(prepare)
 
 
 @pytest.mark.gpu
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
-class CudaOwnClassesTest(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        tuned = tuned_in_threads()
-        tuned.__enter__()
-        cls.addClassCleanup(tuned.__exit__, None, None, None)
-
+class CudaOwnClassesTest(TunedTest, FamilyTest):
     @parameterized.expand([(family, dtype) for family in OWN for dtype in BARS])
     def test_equals_documents_alone(self, family, dtype):
         """In bfloat16 with dense layers, because rounding changes the choice of experts."""
-        dispatch._used.clear()
         op, options = OWN[family]
         if dtype == torch.bfloat16 and op == "kimi_delta_rule":
             options = options | {"mlp_layer_types": ["dense"] * 2}
-        oracle, rows = tiny_model(family, **options), documents()
-        oracle.to(dtype).float()
-        model = patch_model(copy.deepcopy(oracle).to("cuda", dtype))
-        # A stock model calls the kernels of flash-linear-attention on a CPU too, unless it is exported.
-        with mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True):
-            logits, loss = alone(oracle, rows)
-            expected = gradients(oracle, loss)
-        batch = {name: x.cuda() if torch.is_tensor(x) else x for name, x in packed_batch(rows).items()}
-        output = model(**batch)
-        got = {name: x.float().cpu() for name, x in gradients(model, output.loss).items()}
-        with torch.no_grad():
-            error = relative_error(output.logits[0].float().cpu(), torch.cat(logits).detach())
-        total = total_relative_error(got, expected)
-        used = implementations_used()
-        report(f"{family}, {dtype} ({used})", logits=error, gradients=total)
+        used = self.check(family, dtype, **options)
         # Kernels for the gated delta rule need a recent release of triton on Hopper.
         kernel = dtype == torch.bfloat16 and (op == "kimi_delta_rule" or not fla._backward_problem())
         self.assertEqual(used[op], ["fla" if kernel else "reference"])
-        self.assertLess(error, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
-        self.assertLess(total, {torch.float32: 1e-3, torch.bfloat16: 1e-1}[dtype])
 
 
 if __name__ == "__main__":

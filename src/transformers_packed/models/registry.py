@@ -63,10 +63,10 @@ def register() -> None:
     """Make `AutoModel`, `AutoModelForCausalLM` and the other Auto classes build this package's models.
 
     After this call, `from_pretrained` and `from_config` return our classes for Qwen3-Next, Qwen3.5, Qwen3.5-MoE,
-    OLMo-Hybrid, Kimi-Linear, Bailing-Hybrid and all other families of `models/families.py` that mix documents. Our classes have the same names, parameters and results
-    as the stock classes, and they keep the documents of a packed row apart. A stock class that creates its text model
-    by an Auto class gets a model of ours around it too, also if you call the class directly. Registering again has no
-    effect.
+    OLMo-Hybrid, Kimi-Linear, Bailing-Hybrid and all other families of `models/families.py` that mix documents. Our
+    classes have the same names, parameters and results as the stock classes, and they keep the documents of a packed
+    row apart. A stock class that creates its text model by an Auto class gets a model of ours around it too, also if
+    you call the class directly. Registering again has no effect.
 
     Raises:
         `ImportError`: the installed Transformers lacks an API that our models use.
@@ -167,8 +167,8 @@ def patch_model(model: Model) -> Model:
 
     Every stock module with a replacement in this package changes its class. No tensor is copied, moved or replaced.
     In a stock model, the default `experts_implementation` of Transformers becomes `"transformers_packed"`. Others are
-    kept. The families of `OWN` in `models/families.py` have dedicated classes. Other Transformers families that mix documents
-    get classes by their records in `models/families.py`. A causal language model that already keeps documents apart,
+    kept. The families of `OWN` in `models/families.py` have dedicated classes. Other Transformers families that mix
+    documents get classes by their records in `models/families.py`. A causal language model that already keeps documents apart,
     with position ids that restart and without a cache, stays unchanged.
 
     The model may be inside another one (PEFT, `torch.compile`, DistributedDataParallel, your own class), use gradient

@@ -6,8 +6,9 @@ from transformers.models.olmo_hybrid import modeling_olmo_hybrid as builtin
 from transformers.processing_utils import Unpack
 
 from ...boundaries import SequenceBoundaries
-from ...ops import attention, gated_delta_gates, rms_norm
+from ...ops import attention, gated_delta_gates
 from ..inputs import PackingKwargs
+from ..kimi_linear.modular_kimi_linear import KimiLinearRMSNorm
 from ..projections import gate_and_project, project
 from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextForCausalLM,
@@ -69,12 +70,8 @@ class OlmoHybridAttention(builtin.OlmoHybridAttention):
         return project(output.flatten(2), self.o_proj)[0], weights
 
 
-@fast_path
-class OlmoHybridRMSNorm(builtin.OlmoHybridRMSNorm):
-    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None, stream: bool | None = None):
-        """Normalize the input. With a `residual`, return the norm of their sum, and the sum; with `stream`, both too."""
-        weight, eps = self.weight, self.variance_epsilon
-        return rms_norm(hidden_states, weight, eps, residual=residual, stream=bool(stream), offset=0.0)
+class OlmoHybridRMSNorm(KimiLinearRMSNorm):
+    pass
 
 
 class OlmoHybridRMSNormGated(Qwen3NextRMSNormGated):

@@ -21,12 +21,8 @@ def gated_delta_rule(query, key, value, g, beta, *, boundaries, initial_state, o
 
 
 def verify_gated_delta_rule(query, key, value, g, beta, *, initial_state=None, **options):
-    if not query.is_cuda:
-        return False, "needs CUDA tensors"
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return False, f"rounds products to ten mantissa bits and needs float16 or bfloat16, not {query.dtype}"
-    if max(key.shape[-1], value.shape[-1]) > 256:
-        return False, f"supports head dimensions up to 256, not {key.shape[-1]} and {value.shape[-1]}"
+    if reason := _problem_of_heads(query, key, value):
+        return False, reason
     ok, reason = importable("fla", "flash-linear-attention")
     if ok and _needs_backward(query, key, value, g, beta, initial_state):
         reason = _backward_problem()
@@ -66,12 +62,8 @@ def kimi_delta_rule(
 
 
 def verify_kimi_delta_rule(query, key, value, g, beta, *, lower_bound=None, boundaries=None, **options):
-    if not query.is_cuda:
-        return False, "needs CUDA tensors"
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return False, f"rounds products to ten mantissa bits and needs float16 or bfloat16, not {query.dtype}"
-    if max(key.shape[-1], value.shape[-1]) > 256:
-        return False, f"supports head dimensions up to 256, not {key.shape[-1]} and {value.shape[-1]}"
+    if reason := _problem_of_heads(query, key, value):
+        return False, reason
     if lower_bound is not None and lower_bound < -5:
         return False, f"supports lower bounds from -5, not {lower_bound}"
     if boundaries is not None and boundaries.device_only:
@@ -80,6 +72,17 @@ def verify_kimi_delta_rule(query, key, value, g, beta, *, lower_bound=None, boun
     if ok and boundaries is not None:
         reason = _row_problem()
     return not reason, reason
+
+
+def _problem_of_heads(query, key, value) -> str:
+    """Return why neither delta rule takes these tensors, or an empty string."""
+    if not query.is_cuda:
+        return "needs CUDA tensors"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"rounds products to ten mantissa bits and needs float16 or bfloat16, not {query.dtype}"
+    if max(key.shape[-1], value.shape[-1]) > 256:
+        return f"supports head dimensions up to 256, not {key.shape[-1]} and {value.shape[-1]}"
+    return ""
 
 
 @lru_cache

@@ -2,8 +2,8 @@
 
     s = x + residual        r = 1 / sqrt(mean(s^2) + eps)        y = s * r * (offset + weight) * silu(gate)
 
-With the gate first, s = x * silu(gate), and y is not gated again. A sigmoid may take the place of silu. With a weight for each of several groups, a row is one
-group of a token, and a program computes rows of one group.
+With the gate first, s = x * silu(gate), and y is not gated again. A sigmoid may take the place of silu. With a weight
+for each of several groups, a row is one group of a token, and a program computes rows of one group.
 
 Each program computes a tile of whole rows. The forward reads each input and writes each output once, and saves `r`,
 one number per row. The backward recomputes the rest. A fixed number of programs accumulates the gradient of the weight
@@ -220,14 +220,8 @@ def normed_again(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: floa
     x = x.contiguous()
     y, rows, tile = torch.empty_like(x), x.numel() // x.shape[-1], _tile(x.shape[-1])
     r = torch.empty(rows, dtype=torch.float32, device=x.device)
-    options = {
-        "OFFSET": offset,
-        "RESIDUAL": False,
-        "GATE": False,
-        "FIRST": False,
-        "SIGMOID": False,
-        "GROUPS": 1,
-    } | tile
+    absent = dict.fromkeys(("RESIDUAL", "GATE", "FIRST", "SIGMOID"), False)
+    options = {"OFFSET": offset, "GROUPS": 1} | absent | tile
     grid = (ceil_div(rows, tile["ROWS"]),)
     width = x.shape[-1]
     _norm_forward[grid](x, None, None, weight.contiguous(), y, x, r, rows, width, width, eps, **options)
