@@ -271,9 +271,9 @@ def _ops_of(model: PreTrainedModel | None, device: torch.device, dtype: torch.dt
     found = {op: planned[op] for op in planned if not op.startswith("attention ")}
     # Without a model, those of Qwen's families are checked.
     used = {family.rule for family in (OWN[:1] if model is None else families_of(model, Own))}
-    # No family with classes of this package scans as Mamba-2 does.
-    scan = set() if model is None else {"ssd"}
-    for op in {*scan, *(family.rule for family in OWN)} - used:
+    # No family with classes of this package scans as Mamba and Mamba-2 do.
+    scans = set() if model is None else {"ssd", "selective_scan"}
+    for op in {*scans, *(family.rule for family in OWN)} - used:
         del found[op]
     if model is not None and "expert_sizes" not in sizes:
         del found["experts"]

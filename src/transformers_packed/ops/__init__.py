@@ -18,6 +18,7 @@ from .moe import choose_experts, experts
 from .norm import gated_rms_norm, rms_norm
 from .per_document import per_document
 from .rotary import qk_norm_rope
+from .selective_scan import selective_scan, torch_selective_scan
 from .ssd import ssd, torch_ssd
 
 
@@ -38,9 +39,11 @@ __all__ = [
     "per_document",
     "qk_norm_rope",
     "rms_norm",
+    "selective_scan",
     "ssd",
     "torch_causal_conv1d",
     "torch_chunk_gated_delta_rule",
     "torch_recurrent_gated_delta_rule",
+    "torch_selective_scan",
     "torch_ssd",
 ]

@@ -13,6 +13,7 @@ from .linear import example as linear
 from .moe import example as moe
 from .norm import example as norm
 from .rotary import example as rotary
+from .selective_scan import example as selective_scan
 from .ssd import example as ssd
 
 
@@ -27,6 +28,7 @@ _EXAMPLES = (
     glu,
     moe,
     ssd,
+    selective_scan,
     cross_entropy,
 )
 

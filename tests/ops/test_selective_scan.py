@@ -1,0 +1,263 @@
+"""The scan of Mamba. The oracle is the recurrence, token by token in float64, on each document alone."""
+
+import unittest
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from common.fused import errors, guarded_buffers
+from mixins.op import PackedOpTesterMixin
+from mixins.triton import InterpretedKernelsTest
+from parameterized import parameterized
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.ops import selective_scan, torch_selective_scan
+from transformers_packed.ops.backends.triton import ssd as chunks
+from transformers_packed.ops.selective_scan import _verify_triton
+from transformers_packed.shared_prompts import SharedPrompts
+
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+BARS = {FLOAT32: 1e-5, BFLOAT16: 1e-2}
+# Channels, groups and states: several blocks of channels, groups, and numbers that are no powers of two.
+SIZES = [(40, 1, 16), (12, 2, 5), (36, 1, 72)]
+LENGTHS = (5, 1, 16, 33)
+
+
+def make_inputs(length, channels, groups, states, dtype=FLOAT32):
+    """Return x, dt, B and C, then A, D and dt_bias, with numbers that are exact in bfloat16."""
+    generator = torch.Generator().manual_seed(length)
+    normal = lambda *shape: torch.randn(shape, generator=generator).bfloat16().to(dtype)  # noqa: E731
+    row = [normal(1, length, channels) for _ in range(2)] + [normal(1, length, groups, states) for _ in range(2)]
+    return [*row, -normal(channels, states).abs() - 0.125, normal(channels), normal(channels)]
+
+
+def call(x, dt, B, C, A, D, dt_bias=None, **options):
+    return selective_scan(x, dt, A, B, C, D, dt_bias=dt_bias, **options)
+
+
+def token_by_token(x, dt, B, C, A, D, dt_bias):
+    """The formula."""
+    channels = x.shape[2] // B.shape[2]
+    step = F.softplus(dt + dt_bias)[..., None]
+    B, C = (z.repeat_interleave(channels, 2) for z in (B, C))
+    state, outputs = 0, []
+    for t in range(x.shape[1]):
+        state = (step[:, t] * A).exp() * state + step[:, t] * x[:, t, :, None] * B[:, t]
+        outputs.append((C[:, t] * state).sum(-1) + D * x[:, t])
+    return torch.stack(outputs, 1)
+
+
+def with_gradients(function, inputs, upstream):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
+
+
+def against_documents_alone(lengths, inputs, impl):
+    """Return the results of a packed row, and those of the formula on each document in float64."""
+    upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    options = {"boundaries": SequenceBoundaries.from_lengths(lengths), "impl": impl}
+
+    def alone(*leaves):
+        documents = zip(*(x.split(lengths, 1) for x in leaves[:4]), strict=True)
+        return torch.cat([token_by_token(*document, *leaves[4:]) for document in documents], 1)
+
+    packed = with_gradients(lambda *leaves: call(*leaves, **options), inputs, upstream)
+    return packed, with_gradients(alone, [x.double() for x in inputs], upstream)
+
+
+class PackedSelectiveScanTest(PackedOpTesterMixin, unittest.TestCase):
+    tolerance = 2e-5
+
+    def make_inputs(self, length):
+        *row, A, self.D, self.dt_bias = make_inputs(length, 8, 2, 4)
+        # A weak decay, so that a document's state reaches the next one.
+        self.A = A / 8
+        return row
+
+    def run_op(self, *row, boundaries=None):
+        return call(*row, self.A, self.D, self.dt_bias, boundaries=boundaries, impl="reference")
+
+
+class ReferenceTest(unittest.TestCase):
+    @parameterized.expand([(sizes,) for sizes in SIZES])
+    def test_against_the_formula(self, sizes):
+        actual, expected = against_documents_alone(LENGTHS, make_inputs(sum(LENGTHS), *sizes), "reference")
+        self.assertLess(max(errors(actual, expected)), BARS[FLOAT32], errors(actual, expected))
+
+    @parameterized.expand([(1,), (16,), (100,), (256,)])
+    def test_chunk_size_does_not_matter(self, size):
+        x, dt, B, C, A, D, bias = inputs = make_inputs(100, 8, 2, 4, torch.float64)
+        actual = torch_selective_scan(x, dt, A, B, C, D, bias, chunk_size=size, seq_idx=None)
+        self.assertLess(float((actual - token_by_token(*inputs)).abs().max()), 1e-12)
+
+    def test_against_the_builtin(self):
+        from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
+        x, dt, B, C, A, D, bias = make_inputs(70, 8, 1, 4)
+        columns = (z.mT for z in (x, dt, B[:, :, 0], C[:, :, 0]))
+        x_columns, dt_columns, b_columns, c_columns = columns
+        expected = mamba_selective_scan(
+            x_columns, dt_columns, A, b_columns, c_columns, D=D, delta_bias=bias, delta_softplus=True
+        )
+        actual = call(x, dt, B[:, :, 0], C[:, :, 0], A, D, bias)
+        self.assertLess(max(errors([actual], [expected.mT])), 1e-6)
+
+    def test_a_step_without_a_bias(self):
+        inputs = make_inputs(9, 8, 2, 4)
+        self.assertTrue(torch.equal(call(*inputs[:6]), call(*inputs[:6], torch.zeros(8))))
+
+    def test_a_batch_and_its_dtype(self):
+        rows = [make_inputs(20, 8, 2, 4, BFLOAT16), make_inputs(20, 8, 2, 4, BFLOAT16)]
+        rows[1][0] = rows[1][0] + 1
+        batch = [torch.cat(pair) for pair in zip(*(row[:4] for row in rows), strict=True)]
+        output = call(*batch, *rows[0][4:])
+        self.assertEqual(output.dtype, BFLOAT16)
+        for i, row in enumerate(rows):
+            self.assertTrue(torch.equal(output[i : i + 1], call(*row[:4], *rows[0][4:])))
+
+    def test_saves_less_than_four_numbers_of_each_state(self):
+        """The decays, and the states from zero and from those before the chunks, but not what each token adds."""
+        length, channels, states = 512, 8, 16
+        inputs = [x.requires_grad_() for x in make_inputs(length, channels, 1, states)]
+        saved = {}
+        keep = lambda x: saved.setdefault(x.untyped_storage().data_ptr(), x) is None or x  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            call(*inputs, impl="reference")
+        sizes = sum(x.untyped_storage().nbytes() for x in saved.values())
+        self.assertLess(sizes, 4 * 4 * length * channels * states)
+
+    def test_refuses_rows_that_share_prompts(self):
+        boundaries = SharedPrompts.of(SequenceBoundaries.from_lengths([4, 5]), [-1, 0])
+        with self.assertRaisesRegex(ValueError, "expected documents that do not share prompts"):
+            call(*make_inputs(9, 8, 2, 4), boundaries=boundaries)
+
+    @parameterized.expand(
+        [
+            ("dt", 1, (1, 9, 4)),
+            ("b", 2, (1, 8, 2, 4)),
+            ("groups", 2, (1, 9, 3, 4)),
+            ("a", 4, (8,)),
+            ("states", 4, (8, 5)),
+            ("d", 5, (1,)),
+            ("bias", 6, (8, 1)),
+        ]
+    )
+    def test_refuses_shapes_that_do_not_fit(self, name, place, shape):
+        inputs = make_inputs(9, 8, 2, 4)
+        inputs[place] = torch.zeros(shape)
+        if name == "groups":
+            inputs[3] = torch.zeros(shape)
+        with self.assertRaisesRegex(
+            ValueError, r"^expected x and dt \[batch, T, channels\].*A \[channels, N\], .*got"
+        ):
+            call(*inputs)
+
+
+class InterpretedTest(InterpretedKernelsTest):
+    def setUp(self):
+        super().setUp()
+        # Short chunks, so that short documents have several.
+        self.enterContext(mock.patch.object(chunks, "_CHUNK", 16))
+
+    @parameterized.expand([(sizes, dtype) for sizes in SIZES for dtype in (FLOAT32, BFLOAT16)])
+    def test_against_the_formula(self, sizes, dtype):
+        inputs = make_inputs(sum(LENGTHS), *sizes, dtype)
+        actual, expected = against_documents_alone(LENGTHS, inputs, "triton")
+        self.assertEqual([x.dtype for x in actual], [dtype] * 8)
+        self.assertLess(max(errors(actual, expected)), BARS[dtype], errors(actual, expected))
+
+    def test_no_document_sees_another(self):
+        """The kernels walk token by token, too slow in the interpreter for the requirements on every op."""
+        inputs = make_inputs(sum(LENGTHS), *SIZES[1])
+        run = partial(call, boundaries=SequenceBoundaries.from_lengths(LENGTHS), impl="triton")
+        before = with_gradients(run, inputs, torch.ones_like(inputs[0]))
+        for document, factor in ((0, float("nan")), (1, 0.5), (2, float("nan")), (3, float("nan"))):
+            changed = [x.clone() for x in inputs]
+            for x in changed[:4]:
+                x.split(LENGTHS, 1)[document].mul_(factor)
+            after = with_gradients(run, changed, torch.ones_like(inputs[0]))
+            for a, b in zip(after[:5], before[:5], strict=True):
+                same = [torch.equal(*pair) for pair in zip(a.split(LENGTHS, 1), b.split(LENGTHS, 1), strict=True)]
+                self.assertEqual(same, [i != document for i in range(len(LENGTHS))])
+
+    def test_states_that_forget_at_once_and_states_that_never_do(self):
+        """The gradient of a decay is a difference of sums, and exact also where it is small."""
+        inputs = make_inputs(sum(LENGTHS), 12, 1, 4)
+        inputs[4] = -torch.tensor([1e-3, 1.0, 16.0, 64.0]).expand(12, 4).contiguous()
+        inputs[6] = torch.linspace(-12.0, 12.0, 12)
+        actual, expected = against_documents_alone(LENGTHS, inputs, "triton")
+        self.assertLess(max(errors(actual, expected)), 1e-6)
+        for channel in range(12):
+            pair = [results[2][..., channel] for results in (actual, expected)]
+            self.assertLess(errors(pair[:1], pair[1:])[0], 1e-6, channel)
+        found = expected[5].abs() > 1e-20
+        difference = (actual[5] - expected[5])[found] / expected[5][found]
+        self.assertLess(float(difference.abs().max()), 1e-4)
+
+    def test_inputs_of_several_dtypes(self):
+        """As under autocast: parameters stay in float32."""
+        inputs = make_inputs(sum(LENGTHS), *SIZES[1], BFLOAT16)
+        inputs[4:] = (x.float() for x in inputs[4:])
+        actual, expected = against_documents_alone(LENGTHS, inputs, "triton")
+        self.assertEqual([x.dtype for x in actual], [BFLOAT16] * 5 + [FLOAT32] * 3)
+        self.assertLess(max(errors(actual, expected)), BARS[BFLOAT16])
+        self.assertLess(max(errors(actual[5:], expected[5:])), BARS[FLOAT32])
+
+    def test_batches_and_columns_of_wider_rows(self):
+        inputs = make_inputs(21, *SIZES[1])
+        expected = with_gradients(lambda *x: call(*x, impl="triton"), inputs, torch.ones_like(inputs[0]))
+        wide = [torch.full((1, 21, 3, *x.shape[2:]), float("nan")).index_copy(2, torch.tensor([1]), x[:, :, None])
+                for x in inputs[:4]]  # fmt: skip
+        inputs[:4] = (x[:, :, 1] for x in wide)
+        self.assertFalse(any(x.is_contiguous() for x in inputs[:4]))
+        actual = with_gradients(lambda *x: call(*x, impl="triton"), inputs, torch.ones_like(inputs[0]))
+        for a, b in zip(actual, expected, strict=True):
+            self.assertTrue(torch.equal(a, b))
+        batch = [torch.cat([x, -x]) for x in inputs[:4]]
+        alone = [call(*(x[i : i + 1] for x in batch), *inputs[4:], impl="triton") for i in range(2)]
+        self.assertTrue(torch.equal(call(*batch, *inputs[4:], impl="triton"), torch.cat(alone)))
+
+    def test_reads_no_buffer_that_it_did_not_write_and_writes_nothing_else(self):
+        run = partial(call, boundaries=SequenceBoundaries.from_lengths(LENGTHS), impl="triton")
+        for sizes in SIZES[:2]:
+            inputs = make_inputs(sum(LENGTHS), *sizes)
+            plain = with_gradients(run, inputs, torch.ones_like(inputs[0]))
+            with guarded_buffers():
+                guarded = with_gradients(run, inputs, torch.ones_like(inputs[0]))
+            for a, b in zip(guarded, plain, strict=True):
+                self.assertTrue(torch.equal(a, b))
+
+    def test_boundaries_on_the_device_only(self):
+        """As in a CUDA graph: documents may be empty, and the last one is."""
+        inputs = make_inputs(40, *SIZES[1])
+        cu_seqlens = torch.tensor([0, 17, 17, 40, 40], dtype=torch.int32)
+        in_graph = SequenceBoundaries(cu_seqlens, length=40, device_only="Pass lengths.")
+        outside = SequenceBoundaries.from_lengths([17, 23])
+        results = [
+            with_gradients(lambda *x: call(*x, boundaries=b, impl="triton"), inputs, torch.ones_like(inputs[0]))  # noqa: B023
+            for b in (in_graph, outside)
+        ]
+        self.assertLess(max(errors(*results)), 1e-6)
+
+    def test_what_the_kernel_does_not_serve(self):
+        for inputs, message in (
+            (make_inputs(9, *SIZES[1], torch.float64), "not torch.float64"),
+            ([*make_inputs(9, *SIZES[1])[:6], torch.zeros(12, dtype=torch.float64)], "not torch.float64"),
+            (make_inputs(9, 2, 1, 260), "up to 256 numbers, not 260"),
+        ):
+            self.check_what_the_kernel_does_not_serve(lambda impl: call(*inputs, impl=impl), message)  # noqa: B023
+
+
+class VerifyTest(unittest.TestCase):
+    @parameterized.expand([(8192, 1, 16), (1536, 1, 16), (7424, 2, 16)])
+    def test_released_models(self, channels, groups, states):
+        x, dt, B, C, A, D, bias = make_inputs(1, channels, groups, states)
+        with mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True):
+            self.assertEqual(_verify_triton(x, dt, A, B, C, D, bias), (True, ""))
+
+
+if __name__ == "__main__":
+    unittest.main()
