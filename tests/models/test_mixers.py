@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers_packed import patch_model
 from transformers_packed.models import mixers
 from transformers_packed.models.families import FAMILIES
-from transformers_packed.ops import dispatch, implementations_used, ssd
+from transformers_packed.ops import dispatch, implementations_used, selective_scan, ssd
 
 
 LENGTHS = (9, 1, 20, 5)
@@ -38,6 +38,10 @@ VARIANTS = [
     ("nemotron_h", {"n_groups": 4}),
     ("zamba2", {"mamba_ngroups": 2, "add_bias_linear": True}),
     ("lfm2", {"conv_bias": True}),
+    ("jamba", {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_state": 5}),
+    ("mamba", {"use_bias": True, "use_conv_bias": False}),
+    ("falcon_mamba", {"use_bias": True}),
+    ("zamba", {"n_mamba_heads": 4, "mamba_proj_bias": True}),
 ]
 
 
@@ -66,13 +70,13 @@ class MixersTest(unittest.TestCase):
         self.check(tiny_model(family, **options), documents(LENGTHS))
         self.assertEqual(implementations_used()[ROWS[family]], ["row"])
 
-    @parameterized.expand(["bamba", "falcon_h1", "lfm2"])
+    @parameterized.expand(["bamba", "falcon_h1", "lfm2", "jamba", "mamba", "falcon_mamba", "zamba"])
     def test_hooks_and_adapters_have_their_effect(self, family):
         seen = []
 
         def touch(model):
             for module in mixers_of(model):
-                for name in ("in_proj", "norm", "out_proj"):
+                for name in ("in_proj", "norm", "x_proj", "dt_layernorm", "b_layernorm", "c_layernorm", "out_proj"):
                     if hasattr(module, name) and not isinstance(getattr(module, name), torch.nn.Identity):
                         hook = lambda layer, args, output: seen.append(layer) or output * 1.5  # noqa: E731
                         getattr(module, name).register_forward_hook(hook)
@@ -82,10 +86,11 @@ class MixersTest(unittest.TestCase):
         self.assertEqual(len(seen), per_model * (len(LENGTHS) + 1))
         self.assertGreaterEqual(per_model, 2)
 
-    @parameterized.expand(["bamba", "falcon_h1", "lfm2"])
+    @parameterized.expand(["bamba", "falcon_h1", "lfm2", "jamba", "mamba", "falcon_mamba", "zamba"])
     def test_lora(self, family):
         # PEFT refuses the output layer of some families.
-        targets = ["in_proj"] if family == "falcon_h1" else ["in_proj", "out_proj"]
+        targets = {"bamba": ["in_proj", "out_proj"], "lfm2": ["in_proj", "out_proj"]}.get(family, ["in_proj"])
+        targets += ["x_proj"] * hasattr(mixers_of(tiny_model(family))[0], "x_proj")
         config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
         torch.manual_seed(0)
         stock = get_peft_model(tiny_model(family), config)
@@ -97,8 +102,10 @@ class MixersTest(unittest.TestCase):
         self.assertEqual(set(got), set(expected))
         self.assertLess(total_relative_error(got, expected), 1e-4)
 
-    @parameterized.expand([("bamba", "conv1d"), ("lfm2", "conv")])
-    def test_a_convolution_that_accelerate_moves(self, family, name):
+    @parameterized.expand(
+        [("bamba", "conv1d"), ("lfm2", "conv"), ("jamba", "conv1d"), ("jamba", "dt_proj"), ("zamba", "conv1d")]
+    )
+    def test_a_module_that_accelerate_moves(self, family, name):
         """Its weights are read directly, so its hook is told."""
         hooks = []
 
@@ -112,15 +119,31 @@ class MixersTest(unittest.TestCase):
         for hook in hooks[len(hooks) // 2 :]:
             self.assertEqual((hook.pre_forward.call_count, hook.post_forward.call_count), (1, 1))
 
-    def test_a_convolution_of_another_class(self):
+    @parameterized.expand(["bamba", "jamba", "zamba"])
+    def test_a_convolution_of_another_class(self, family):
         def replace(model):
             for module in mixers_of(model):
                 module.conv1d.__class__ = type("Other", (torch.nn.Module,), {})
 
-        self.check(tiny_model("bamba"), documents(LENGTHS), replace)
-        self.assertEqual(implementations_used()[ROWS["bamba"]], ["per_document"])
+        self.check(tiny_model(family), documents(LENGTHS), replace)
+        self.assertEqual(implementations_used()[ROWS[family]], ["per_document"])
 
-    @parameterized.expand(["bamba", "falcon_h1", "lfm2"])
+    @parameterized.expand(["jamba", "falcon_mamba"])
+    def test_a_quantized_model_calls_the_layer_of_the_step(self, family):
+        """Its weight may be of another shape then. Hooks of the layer run as in the stock class."""
+        seen = []
+
+        def touch(model):
+            model.config._is_quantized = True
+            for module in mixers_of(model):
+                module.dt_proj.register_forward_hook(lambda layer, args, output: seen.append(layer) or output * 1.5)
+
+        self.check(tiny_model(family), documents(LENGTHS), touch)
+        self.assertEqual(implementations_used()[ROWS[family]], ["row"])
+        self.assertEqual(len(seen) % (len(LENGTHS) + 1), 0)
+        self.assertGreater(len(seen), 0)
+
+    @parameterized.expand(["bamba", "falcon_h1", "lfm2", "jamba", "mamba", "zamba"])
     def test_padded_batches_and_caches_run_the_stock_forward(self, family):
         stock = tiny_model(family).eval()
         model = patch_model(copy.deepcopy(stock))
@@ -143,22 +166,23 @@ class MixersTest(unittest.TestCase):
             self.assertEqual(used.get(ATTENTION[family]), found)
             self.assertEqual(used.get("attention"), ["per_document(sdpa)"] if attention == "sdpa" else None)
 
-    def test_bfloat16(self):
+    @parameterized.expand(["bamba", "zamba"])
+    def test_bfloat16(self, family):
         """Steps are computed in float32, other than by the stock class."""
-        model = tiny_model("bamba").bfloat16()
+        model = tiny_model(family).bfloat16()
         rows = documents(LENGTHS)
         logits, _ = alone(copy.deepcopy(model).float(), rows)
         output = patch_model(model)(**packed_batch(rows))
         self.assertEqual(output.logits.dtype, torch.bfloat16)
         self.assertLess(relative_error(output.logits[0].float(), torch.cat(logits)), 5e-2)
 
-    @parameterized.expand(["bamba", "falcon_h1"])
-    def test_autocast(self, family):
+    @parameterized.expand([("bamba", ssd), ("falcon_h1", ssd), ("mamba", selective_scan), ("zamba", selective_scan)])
+    def test_autocast(self, family, op):
         model, rows = tiny_model(family), documents(LENGTHS)
         logits, _ = alone(model, rows)
         seen = []
-        scan = lambda x, *args, **options: seen.append(x.dtype) or ssd(x, *args, **options)  # noqa: E731
-        with torch.autocast("cpu", torch.bfloat16), mock.patch.object(mixers, "ssd", scan):
+        scan = lambda x, *args, **options: seen.append(x.dtype) or op(x, *args, **options)  # noqa: E731
+        with torch.autocast("cpu", torch.bfloat16), mock.patch.object(mixers, op.__name__, scan):
             output = patch_model(model)(**packed_batch(rows))
         self.assertEqual(set(seen), {torch.bfloat16})
         self.assertLess(relative_error(output.logits[0].float(), torch.cat(logits)), 5e-2)
@@ -177,6 +201,18 @@ class InterpretedMixersTest(InterpretedKernelsTest):
         used = implementations_used()
         self.assertEqual(used["ssd"], ["triton"])
         self.assertEqual(used["swiglu_linear" if family == "falcon_h1" else "gated_rms_norm_linear"], ["triton"])
+
+    @parameterized.expand(["jamba", "falcon_mamba", "zamba"])
+    def test_kernels_of_mamba(self, family):
+        model, rows = tiny_model(family), documents(LENGTHS)
+        logits, loss = alone(model, rows)
+        expected = gradients(model, loss)
+        dispatch._used.clear()
+        output = patch_model(model)(**packed_batch(rows))
+        self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
+        self.assertLess(total_relative_error(gradients(model, output.loss), expected), 1e-4)
+        used = implementations_used()
+        self.assertEqual([used["selective_scan"], used["swiglu_linear"]], [["triton"]] * 2)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def titles(families: Iterable[Family] = OWN) -> str:
 _PLAIN = Mixer()
 _ATTENTION = Mixer(masked=True)
 _CONV = Mixer(keywords=("seq_idx",), kernels=("causal_conv1d_fn",))
+_MAMBA = Mixer(row="mamba")
 _MAMBA2 = Mixer(row="mamba2")
 _SHORT_CONV = Mixer(row="short_conv")
 # Attention over a mask for the whole row takes longer than over the documents.
@@ -54,7 +55,7 @@ _KIMI_DELTA = Mixer(keywords=("cu_seqlens", "seq_idx"), kernels=("causal_conv1d_
 _MIXERS: dict[str, dict[str, Mixer]] = {
     "bamba": {"BambaMixer": _MAMBA2, "BambaAttention": _MASKED_ROW},
     "falcon_h1": {"FalconH1Mixer": Mixer(row="falcon_h1"), "FalconH1Attention": _MASKED_ROW},
-    "falcon_mamba": {"FalconMambaMixer": _PLAIN},
+    "falcon_mamba": {"FalconMambaMixer": _MAMBA},
     # No module needs replacing. It is enough to disable the cache of the text model, which mixes documents with one.
     "fuyu": {},
     "got_ocr2": {},
@@ -71,12 +72,12 @@ _MIXERS: dict[str, dict[str, Mixer]] = {
     "inkling": {"InklingShortConvolution": _CONV, "InklingAttention": _ATTENTION},
     "inkling2": {"Inkling2ShortConvolution": _CONV, "Inkling2DynamicShortConvolution": _PLAIN},
     "inkling2_loop": {"Inkling2LoopShortConvolution": _CONV, "Inkling2LoopDynamicShortConvolution": _PLAIN},
-    "jamba": {"JambaMambaMixer": _PLAIN},
+    "jamba": {"JambaMambaMixer": _MAMBA, "JambaAttention": _MASKED_ROW},
     "lara_mini": {"LaraMiniGatedDeltaNet": _GATED_DELTA},
     "lfm2": {"Lfm2ShortConv": _SHORT_CONV, "Lfm2Attention": _MASKED_ROW},
     "lfm2_moe": {"Lfm2MoeShortConv": _SHORT_CONV, "Lfm2MoeAttention": _MASKED_ROW},
     "lfm3": {"Lfm3ShortConv": _SHORT_CONV},
-    "mamba": {"MambaMixer": _PLAIN},
+    "mamba": {"MambaMixer": _MAMBA},
     "mamba2": {"Mamba2Mixer": _MAMBA2},
     "minimax": {"MiniMaxLightningAttention": _PLAIN},
     "nemotron_h": {"NemotronHMamba2Mixer": _MAMBA2, "NemotronHAttention": _MASKED_ROW},
@@ -84,7 +85,7 @@ _MIXERS: dict[str, dict[str, Mixer]] = {
     "recurrent_gemma": {"RecurrentGemmaRecurrentBlock": _PLAIN},
     "rwkv": {"RwkvSelfAttention": _PLAIN, "RwkvFeedForward": _PLAIN},
     "xlstm": {"xLSTMLayer": _PLAIN},
-    "zamba": {"ZambaMambaMixer": _PLAIN},
+    "zamba": {"ZambaMambaMixer": Mixer(row="zamba")},
     "zamba2": {"Zamba2MambaMixer": _MAMBA2},
     "zaya": {"ZayaCCAProjection": Mixer(outputs=(0, 1, 2))},
 }

@@ -10,10 +10,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ..boundaries import SequenceBoundaries
-from ..ops import attention, causal_conv1d, gated_rms_norm, glu, ssd
+from ..ops import attention, causal_conv1d, gated_rms_norm, glu, selective_scan, ssd
 from .families import family_of
 from .projections import project, to_fuse
 from .untouched import is_untouched
@@ -106,10 +107,53 @@ def _with_gate(module, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return gated_rms_norm(y, gate, weight, norm.variance_epsilon, gate_first=first, linear_weight=layer)
 
 
+@force_accelerate_hooks(["conv1d", "dt_proj"])
+def mamba(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_mask=None, **_):
+    """Compute a Mamba mixer, perhaps with norms of the step, B and C, as in Jamba and Falcon-Mamba."""
+    conv, layer = module.conv1d, module.dt_proj
+    if attention_mask is not None or not isinstance(conv, torch.nn.Conv1d):
+        return None
+    (projected,) = project(hidden_states, module.in_proj)
+    x, gate = projected.chunk(2, dim=-1)
+    x = causal_conv1d(x, conv.weight.squeeze(1), conv.bias, module.activation, boundaries=boundaries)
+    (parameters,) = project(x, module.x_proj)
+    dt, b, c = parameters.split([module.time_step_rank, module.ssm_state_size, module.ssm_state_size], dim=-1)
+    if hasattr(module, "dt_layernorm"):
+        dt, b, c = module.dt_layernorm(dt), module.b_layernorm(b), module.c_layernorm(c)
+    # The stock forward reads the weight too, and calls the layer only if its weight is quantized.
+    if hasattr(module.config, "_is_quantized"):
+        (dt,), bias = project(dt, layer), None
+    else:
+        dt, bias = F.linear(dt, layer.weight), layer.bias
+    a = -torch.exp(module.A_log.float())
+    y = selective_scan(x, dt, a, b, c, module.D, dt_bias=bias, boundaries=boundaries)
+    return glu(gate, y, to_fuse(module.out_proj, y))
+
+
+@force_accelerate_hooks("conv1d")
+def zamba(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_mask=None, **_):
+    """Compute a Mamba mixer whose heads have projections of their own for the step, B and C."""
+    conv = module.conv1d
+    if attention_mask is not None or not isinstance(conv, torch.nn.Conv1d):
+        return None
+    (projected,) = project(hidden_states, module.in_proj)
+    x, gate = projected.unflatten(-1, (-1, 2)).unbind(-1)
+    x = causal_conv1d(x, conv.weight.squeeze(1), conv.bias, module.activation, boundaries=boundaries)
+    heads = x.unflatten(-1, (module.n_mamba_heads, -1))
+    parameters = torch.einsum("zthp,hop->ztho", heads, module.x_proj_weight)
+    dt, b, c = parameters.split([module.time_step_rank, module.ssm_state_size, module.ssm_state_size], dim=-1)
+    dt = torch.einsum("zthr,hpr->zthp", dt, module.dt_proj_weight).flatten(2)
+    a, d, bias = -torch.exp(module.A_log.float()).flatten(0, 1), module.D.flatten(), module.dt_proj_bias.flatten()
+    y = selective_scan(x, dt, a, b, c, d, dt_bias=bias, boundaries=boundaries)
+    return glu(gate, y, to_fuse(module.out_proj, y))
+
+
 # By the names in `Mixer.row`.
 ROWS: dict[str, Callable[..., Any]] = {
     "causal_attention": causal_attention,
     "falcon_h1": falcon_h1,
+    "mamba": mamba,
     "mamba2": mamba2,
     "short_conv": short_conv,
+    "zamba": zamba,
 }
