@@ -2,9 +2,11 @@
 
 Each family has 8 layers of hidden size 1,024. The arm `ours` computes recurrent and convolutional mixers on the whole row
 with this package's ops. The arm `per document` computes the same model with the stock forward of these mixers, on padded
-batches of documents of similar length. Families with classes of this package have the arm `ours` alone: compare them
-with `qwen3_5`, which has the same layers, hidden size and dense MLP. Errors are those of the loss and of all gradients
-on a shorter row, against the stock class in float32 on each document alone. Of mixtures, rounding may change the choice of experts in bfloat16.
+batches of documents of similar length. For Mamba mixers, that is a loop over tokens: Transformers runs an associative
+scan (`use_associative_scan`) in compiled code only, which is the arm `associative scan`. Families with classes of this
+package have the arm `ours` alone: compare them with `qwen3_5`, which has the same layers, hidden size and dense MLP.
+Errors are those of the loss and of all gradients on a shorter row, against the stock class in float32 on each document
+alone. Of mixtures, rounding may change the choice of experts in bfloat16.
 
     python benchmarks/families.py --output benchmarks/results/families.json
     python benchmarks/families.py --families bamba lfm2 --profile
@@ -13,12 +15,14 @@ on a shorter row, against the stock class in float32 on each document alone. Of 
 import argparse
 import copy
 import gc
+import inspect
 import json
 import platform
 import shlex
 import statistics
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
@@ -83,6 +87,12 @@ FAMILIES = {
     | {"layers_block_type": ["linear_attention"] * 3 + ["hybrid"] + ["linear_attention"] * 4},
     "mamba2": COMMON
     | {"model_type": "mamba2", "num_hidden_layers": 8, "num_heads": 32, "head_dim": 64, "n_groups": 1},
+    "jamba": DENSE | {"model_type": "jamba", "attn_layer_period": 8, "attn_layer_offset": 4, "num_experts": 1},
+    "mamba": COMMON | {"model_type": "mamba", "num_hidden_layers": 8},
+    "falcon_mamba": COMMON | {"model_type": "falcon_mamba", "num_hidden_layers": 8},
+    "zamba": COMMON
+    | {"model_type": "zamba", "num_hidden_layers": 8, "intermediate_size": 2816, "attention_head_dim": 128}
+    | {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention"] * 2},
     "lfm2_moe": DENSE
     | {"model_type": "lfm2_moe", "moe_intermediate_size": 512, "num_experts": 8, "num_experts_per_tok": 2}
     | {"num_dense_layers": 2}
@@ -107,16 +117,24 @@ FAMILIES = {
     | {"model_type": "kimi_linear", "layer_types": ONE_ATTENTION, "linear_num_heads": 8, "linear_head_dim": 128}
     | {"moe_intermediate_size": 512, "num_local_experts": 32, "num_experts_per_tok": 4},
 }
-ARMS = ("per document", "ours")
+ARMS = ("per document", "associative scan", "ours")
+# Families of Mamba mixers, where Transformers has another scan under `torch.compile`.
+MAMBA = ("jamba", "mamba", "falcon_mamba", "zamba")
 # Families with classes of this package.
 OWN = {"qwen3_5", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "kimi_linear, mixture"}
 
 
 def arm_of(name: str):
     """A context in which patched models run as the arm says."""
-    if name == "ours":
-        return nullcontext()
-    return mock.patch.dict(mixers.ROWS, dict.fromkeys(mixers.ROWS, lambda *args, **kwargs: None))
+    stack = ExitStack()
+    if name != "ours":
+        stack.enter_context(mock.patch.dict(mixers.ROWS, dict.fromkeys(mixers.ROWS, lambda *args, **kwargs: None)))
+    if name == "associative scan":
+        for family in MAMBA:
+            module = import_module(f"transformers.models.{family}.modeling_{family}")
+            scan = torch.compile(inspect.unwrap(module.mamba_selective_scan), dynamic=True)
+            stack.enter_context(mock.patch.object(module, "mamba_selective_scan", scan))
+    return stack
 
 
 def make_model(name: str, args, dtype: torch.dtype) -> torch.nn.Module:
@@ -246,14 +264,16 @@ def main() -> int:
         run: dict = {"command": shlex.join(["python", *sys.argv]), "family": name, "config": FAMILIES[name]}
         run |= {"lengths": [len(ids) for ids in documents], "arms": {}}
         report["runs"].append(run)
-        arms = [arm for arm in args.arms if arm == "ours" or name not in OWN]
+        arms = [
+            arm for arm in args.arms if arm == "ours" or name in MAMBA or (arm == "per document" and name not in OWN)
+        ]
         for arm in [*arms, *["errors"] * (not args.no_errors)]:
             try:
                 found = errors(name, args) if arm == "errors" else measure(name, arm, documents, args)
             except Exception as error:  # The others are worth measuring.
                 found = {"failed": f"{type(error).__name__}: {error}"[:500]}
             run["arms" if arm != "errors" else "errors"] = run["arms"] | {arm: found} if arm != "errors" else found
-            print(f"{name:<24}{arm:<14}{json.dumps({k: v for k, v in found.items() if k not in ('ms', 'lengths')})}")
+            print(f"{name:<24}{arm:<18}{json.dumps({k: v for k, v in found.items() if k not in ('ms', 'lengths')})}")
             sys.stdout.flush()
             gc.collect()
             if args.device == "cuda":

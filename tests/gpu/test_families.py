@@ -21,7 +21,7 @@ from transformers.integrations import hub_kernels
 from transformers_packed import SequenceBoundaries, patch_model
 from transformers_packed.models import mixers
 from transformers_packed.models.families import FAMILIES
-from transformers_packed.ops import attention, dispatch, implementations_used, kimi_delta_rule, ssd
+from transformers_packed.ops import attention, dispatch, implementations_used, kimi_delta_rule, selective_scan, ssd
 from transformers_packed.ops.autotuning import tuned_in_threads
 from transformers_packed.ops.backends import fla
 
@@ -29,6 +29,8 @@ from transformers_packed.ops.backends import fla
 LENGTHS = [1, 130, 2, 64, 3, 63, 300, 65, 1, 129, 256]
 # Heads, their size, groups and states: those of released models and of default configurations.
 SIZES = [(32, 64, 1, 128), (128, 16, 1, 256), (128, 8, 1, 256), (32, 64, 8, 128), (8, 640, 1, 64), (6, 80, 2, 48)]
+# Channels, groups and states of a Mamba mixer: those of released models, and numbers that are no powers of two.
+MAMBA_SIZES = [(2048, 1, 16), (8192, 1, 16), (7424, 2, 16), (200, 2, 5), (36, 1, 72)]
 BARS = {torch.bfloat16: (2e-2, 3e-2), torch.float32: (1e-5, 1e-4)}
 ROWS = {
     name: cls
@@ -36,6 +38,7 @@ ROWS = {
     for cls, mixer in family.mixers.items()
     if mixer.row not in ("", "causal_attention")
 }
+CONVS = {name for name in ROWS if any(mixer.row == "short_conv" for mixer in FAMILIES[name].mixers.values())}
 # Heads of keys and values, and the sizes of both.
 DELTA_SIZES = [(4, 4, 128, 128), (2, 4, 64, 64), (2, 2, 96, 192)]
 # Bounds of the decay. "given" is a decay that the caller computes.
@@ -274,6 +277,94 @@ class CudaSSDTest(unittest.TestCase):
         check_without_waiting(prepare)
 
 
+def make_mamba_inputs(sizes, dtype, lengths=LENGTHS):
+    """Return x, dt, A, B, C, D and dt_bias, and the gradient of the output."""
+    channels, groups, states = sizes
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16().to(dtype)
+
+    x, dt, b, c = (normal(1, sum(lengths), *shape) for shape in ((channels,), (channels,), *((groups, states),) * 2))
+    # The rates of the initialization. Steps reach from 0.001 to 1, so some states forget and others do not.
+    a = -torch.arange(1, states + 1, device="cuda", dtype=torch.float32).expand(channels, -1).contiguous()
+    bias = torch.linspace(-6, 0, channels, device="cuda")
+    return [x, dt, a, b, c, normal(channels).float(), bias], normal(1, sum(lengths), channels)
+
+
+def run_mamba(inputs, upstream, boundaries, impl):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = selective_scan(*leaves[:6], dt_bias=leaves[6], boundaries=boundaries, impl=impl)
+    return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class CudaSelectiveScanTest(unittest.TestCase):
+    boundaries = property(lambda self: SequenceBoundaries.from_lengths(LENGTHS, device="cuda"))
+
+    @parameterized.expand([(sizes, dtype) for sizes in MAMBA_SIZES for dtype in (torch.bfloat16, torch.float32)])
+    def test_against_float64(self, sizes, dtype):
+        inputs, upstream = make_mamba_inputs(sizes, dtype)
+        actual = run_mamba(inputs, upstream, self.boundaries, "triton")
+        expected = run_mamba([x.double() for x in inputs], upstream.double(), self.boundaries, "reference")
+        found = dict(
+            zip(("output", "dx", "ddt", "dA", "dB", "dC", "dD", "dbias"), errors(actual, expected), strict=True)
+        )
+        report(f"selective_scan {sizes} {dtype}", **found)
+        for name, error in found.items():
+            # Gradients of parameters are in float32.
+            rounded = dtype == torch.bfloat16 and name not in ("dA", "dD", "dbias")
+            self.assertLess(error, 1e-2 if rounded else 2e-5, name)
+        again = run_mamba(inputs, upstream, self.boundaries, "triton")
+        self.assertTrue(all(torch.equal(a, b) for a, b in zip(actual, again, strict=True)))
+
+    def test_a_row_of_one_document(self):
+        """Its chunks are many."""
+        inputs, upstream = make_mamba_inputs((64, 1, 16), torch.float32, [8192])
+        boundaries = SequenceBoundaries.from_lengths([8192], device="cuda")
+        actual = run_mamba(inputs, upstream, boundaries, "triton")
+        expected = run_mamba([x.double() for x in inputs], upstream.double(), boundaries, "reference")
+        self.assertLess(max(errors(actual, expected)), 2e-5, errors(actual, expected))
+
+    @parameterized.expand([(sizes,) for sizes in MAMBA_SIZES[::3]])
+    def test_no_document_sees_another(self, sizes):
+        inputs, upstream = make_mamba_inputs(sizes, torch.bfloat16)
+        per_token = (0, 1, 3, 4)
+        before = run_mamba(inputs, upstream, self.boundaries, "triton")
+        for document in (0, 1, 6, 10):
+            for poison in (0.5, float("nan")):
+                changed = [x.clone() for x in inputs]
+                for i in per_token:
+                    changed[i].split(LENGTHS, 1)[document].mul_(poison)
+                after = run_mamba(changed, upstream, self.boundaries, "triton")
+                for i in (0, *(1 + place for place in per_token)):
+                    pairs = zip(*(x[i].split(LENGTHS, 1) for x in (after, before)), strict=True)
+                    same = [torch.equal(a, b) for a, b in pairs]
+                    self.assertEqual(same[:document] + same[document + 1 :], [True] * (len(LENGTHS) - 1))
+
+    def test_compiles_nothing_for_another_row(self):
+        def step(*lengths):
+            inputs, upstream = make_mamba_inputs((96, 1, 16), torch.bfloat16, list(lengths))
+            run_mamba(inputs, upstream, SequenceBoundaries.from_lengths(lengths, device="cuda"), "triton")
+
+        with compiled_kernels() as names:
+            # No other test has these sizes.
+            step(100, 7)
+            self.assertGreater(len(names), 0)
+            names.clear()
+            for lengths in ((1, 1), (16,), (64, 64), (3, 300, 1), (4097,)):
+                step(*lengths)
+        self.assertEqual(names, [])
+
+    def test_does_not_wait_for_the_gpu(self):
+        def prepare(lengths, boundaries):
+            inputs, upstream = make_mamba_inputs(MAMBA_SIZES[0], torch.bfloat16, lengths)
+            return lambda: run_mamba(inputs, upstream, boundaries, "triton")
+
+        check_without_waiting(prepare)
+
+
 @pytest.mark.gpu
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
 class CudaFamiliesTest(FamilyTest):
@@ -281,11 +372,13 @@ class CudaFamiliesTest(FamilyTest):
     def test_equals_documents_alone(self, family, dtype):
         if dtype == torch.bfloat16 and family in ("lfm2_moe", "nemotron_h"):
             self.skipTest("rounding changes the choice of experts")
-        used = self.check(family, dtype)
+        # Without a mixture, whose choice of experts would change.
+        used = self.check(family, dtype, **({"num_experts": 1} if family == "jamba" else {}))
         self.assertEqual(used[ROWS[family]], ["row"])
-        self.assertEqual(used.get("ssd", ["triton"]), ["triton"])
+        kernels = [used[op] for op in ("ssd", "selective_scan") if op in used]
+        self.assertEqual(kernels, [["triton"]] * (family not in CONVS))
 
-    @parameterized.expand(["bamba", "falcon_h1", "lfm2"])
+    @parameterized.expand(["bamba", "falcon_h1", "lfm2", "jamba", "mamba", "falcon_mamba", "zamba"])
     def test_mixers_do_not_wait_for_the_gpu(self, family):
         model = tiny_model(family).to("cuda", torch.bfloat16)
         (mixer, *_) = (module for module in model.modules() if type(module).__name__ == ROWS[family])
