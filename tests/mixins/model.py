@@ -96,7 +96,7 @@ def other_masks(length: int) -> dict[str, Any]:
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def alone(model: torch.nn.Module, documents: list) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -131,6 +131,8 @@ class PackedModelTesterMixin:
     decay_bar = 5e-5
     lora_targets = ("q_proj", "v_proj", "out_proj")
     suppress_tokens = None
+    # Parts of the names of parameters that are constants initially.
+    constants: tuple[str, ...] = ("norm", "dt_bias")
 
     @property
     def has_router_loss(self) -> bool:
@@ -186,11 +188,11 @@ class PackedModelTesterMixin:
         builtin = self.builtin_class._from_config(
             self.get_config(), attn_implementation=attn_implementation, dtype=torch.float32, **kwargs
         )
-        # Norm weights and biases are constants initially. Random values make every gradient relevant. Large output
+        # Random values make every gradient relevant. Large output
         # weights make the loss depend on the layers.
         with torch.no_grad():
             for name, parameter in builtin.named_parameters():
-                if "norm" in name or "dt_bias" in name:
+                if any(part in name for part in self.constants):
                     parameter.add_(torch.randn_like(parameter) * 0.2)
             builtin.lm_head.weight.mul_(20)
         packed = self.packed_class._from_config(

@@ -21,12 +21,13 @@ from .olmo_hybrid.family import OLMO_HYBRID
 from .qwen3_5.family import QWEN3_5
 from .qwen3_5_moe.family import QWEN3_5_MOE
 from .qwen3_next.family import QWEN3_NEXT
+from .qwen4_exp.family import QWEN4_EXP
 from .sizes import Sizes
 
 
 # Suffixes of the names of classes whose loss is over tokens.
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-_OURS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR, BAILING_HYBRID)
+_OURS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR, BAILING_HYBRID, QWEN4_EXP)
 # Families with classes of this package, in this release of Transformers.
 OWN = tuple(family for family in _OURS if family.is_supported)
 # Those whose sizes are known, for which rows, memory and parts of rows can be planned.
@@ -81,7 +82,6 @@ _MIXERS: dict[str, dict[str, Mixer]] = {
     "mamba2": {"Mamba2Mixer": _MAMBA2},
     "minimax": {"MiniMaxLightningAttention": _PLAIN},
     "nemotron_h": {"NemotronHMamba2Mixer": _MAMBA2, "NemotronHAttention": _MASKED_ROW},
-    "qwen4_exp": {"Qwen4ExpTextGatedDeltaNet": _GATED_DELTA, "Qwen4ExpTextPLELayer": _PLAIN},
     "recurrent_gemma": {"RecurrentGemmaRecurrentBlock": _PLAIN},
     "rwkv": {"RwkvSelfAttention": _PLAIN, "RwkvFeedForward": _PLAIN},
     "xlstm": {"xLSTMLayer": _PLAIN},

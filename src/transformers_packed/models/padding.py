@@ -35,6 +35,8 @@ logger = logging.get_logger(__name__)
 
 # A prompt is shared if this saves at least so many tokens, because another document costs about as much.
 _LEAST_SAVED = 64
+# The arguments of text models with one entry per token, and tokens that go to layers beside embeddings.
+_TOKENS = ("input_ids", "inputs_embeds", "ple_input_ids")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class PaddedBatch:
 
         Position ids are `[B, T]`, `[1, T]`, `[3, B, T]` or `[4, B, T]`. Without them, each document counts from 0.
         """
-        tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None}
+        tokens = {name: inputs[name] for name in _TOKENS if inputs.get(name) is not None}
         sources = self.slots if self.sources is None else self.sources
         tokens = {name: x.flatten(0, 1).index_select(0, sources)[None] for name, x in tokens.items()}
         position_ids = inputs.get("position_ids")

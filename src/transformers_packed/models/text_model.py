@@ -12,6 +12,10 @@ from .packed_model import PackedModelMixin
 from .padding import padded_batch
 
 
+# The kinds of layers for which models make masks.
+_KINDS = ("full_attention", "linear_attention", "indexed_attention")
+
+
 class PackedTextModelMixin(PackedModelMixin):
     """Runs the stock forward without masks and without a cache on a packed row, whose layers get the boundaries."""
 
@@ -32,7 +36,7 @@ class PackedTextModelMixin(PackedModelMixin):
                 expected = 'attn_implementation="eager" for the attention weights of a packed row'
                 raise input_error(expected, f'"{implementation}"', "Change it, or remove output_attentions.")
             # Boundaries replace the masks, and packed rows have no cache.
-            inputs |= {"attention_mask": {"full_attention": None, "linear_attention": None}, "use_cache": False}
+            inputs |= {"attention_mask": dict.fromkeys(_KINDS), "use_cache": False}
             if inputs.get("position_ids") is None:
                 inputs["position_ids"] = boundaries.position_ids
             inputs |= boundaries.layer_kwargs()

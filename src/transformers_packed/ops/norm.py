@@ -32,8 +32,8 @@ def rms_norm(
     Args:
         hidden_states (`torch.Tensor` of shape `[..., width]`):
             Input of any floating dtype. The norm is computed in float32, or in float64 for float64 inputs.
-        weight (`torch.Tensor` of shape `[width]`):
-            Scale minus `offset`.
+        weight (`torch.Tensor` of shape `[width]`, or `[heads, width]`):
+            Scale minus `offset`, for all rows or for each of the `heads` in hidden_states `[..., heads, width]`.
         eps (`float`, *optional*, defaults to 1e-6):
             Added to the mean square.
         residual (`torch.Tensor` of shape `[..., width]`, *optional*):
@@ -124,10 +124,7 @@ def gated_rms_norm(
     """
     if activation not in ("silu", "sigmoid") or (gate_first and activation != "silu"):
         raise input_error('the activation "silu", or "sigmoid" without gate_first', f'"{activation}"')
-    if weight.shape != hidden_states.shape[-2:]:
-        _check(hidden_states, weight, "gate", gate)
-    elif gate.shape != hidden_states.shape:
-        _check(hidden_states, weight[0], "gate", gate)
+    _check(hidden_states, weight, "gate", gate)
     if callable(linear_weight):
         kind = partial(gated_rms_norm, gate_first=gate_first, activation=activation)
         normed = kind(hidden_states, gate, weight, eps, impl=impl)
@@ -141,7 +138,8 @@ def gated_rms_norm(
 
 
 def _check(hidden_states: torch.Tensor, weight: torch.Tensor, name: str, other: torch.Tensor | None) -> None:
-    if weight.shape != hidden_states.shape[-1:] or (other is not None and other.shape != hidden_states.shape):
+    fits = weight.shape in (hidden_states.shape[-1:], hidden_states.shape[-2:])
+    if not fits or (other is not None and other.shape != hidden_states.shape):
         got = ", ".join("none" if x is None else str(tuple(x.shape)) for x in (hidden_states, other, weight))
         raise input_error(f"hidden_states and {name} [..., width] and weight [width]", got)
 

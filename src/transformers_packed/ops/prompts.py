@@ -26,6 +26,7 @@ from .convolution import causal_conv1d_qkv as convolve_qkv
 from .convolution import check_channels, check_heads, triton_qkv, verify_triton_qkv
 from .dispatch import for_rows, ran
 from .gated_delta_rule import gated_delta_rule as rule
+from .indexed_attention import Index, attend_last, check
 from .kimi_delta_rule import kimi_delta_rule as rule_by_channel
 
 
@@ -99,6 +100,33 @@ def attention(
     for (start, k_start), (end, k_end) in pairwise(starts[boundaries.num_prompts :]):
         rows = query[:, :, start:end], key[:, :, k_start:k_end], value[:, :, k_start:k_end]
         outputs.append(attention_of_last_queries(module, *rows, **options))
+    return torch.cat(outputs, dim=1), None
+
+
+@for_rows(SharedPrompts)
+def indexed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    index: Index,
+    *,
+    boundaries: SharedPrompts,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """[`ops.indexed_attention`] on a row with shared prompts: query `[1, H, T, D]`, key and value `[1, HKV, T, D]`."""
+    check(module)
+    if options.get("output_attentions"):
+        raise unsupported("a row with shared prompts", "attention weights", "Leave output_attentions out.")
+    keys, copies = boundaries.keys
+    key, value = (repeat_rows(x[0].transpose(0, 1), copies).transpose(0, 1)[None] for x in (key, value))
+    index = Index(index.query, *(x[:, copies.rows] for x in index[1:4]), *index[4:])
+    starts = zip(*(x.cu_seqlens_cpu.tolist() for x in (boundaries, keys)), strict=True)
+    outputs = []
+    for (start, k_start), (end, k_end) in pairwise(starts):
+        own, document = slice(start, end), slice(k_start, k_end)
+        rows = query[:, :, own], key[:, :, document], value[:, :, document]
+        outputs += [output for output, _ in attend_last(module, *rows, index.of(own, document), **options)]
     return torch.cat(outputs, dim=1), None
 
 

@@ -125,16 +125,10 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
 
 @replaces_builtin
 class Qwen3NextAttention(builtin.Qwen3NextAttention):
-    @takes_cache(CACHE)
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        cache: Cache | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+    def project(
+        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Project `[B, T, hidden]` to queries, keys and values `[B, heads, T, dim]`, and the gate `[B, T, H, dim]`."""
         shape = hidden_states.shape[:-1]
         query_gate, key, value = (
             x.view(*shape, -1, dim)
@@ -144,7 +138,6 @@ class Qwen3NextAttention(builtin.Qwen3NextAttention):
                 strict=True,
             )
         )
-        cos, sin = position_embeddings
         norms = self.q_norm, self.k_norm
         fused = all(is_untouched(norm, Qwen3NextRMSNorm) for norm in norms) and norms[0].eps == norms[1].eps
         if fused:
@@ -155,21 +148,35 @@ class Qwen3NextAttention(builtin.Qwen3NextAttention):
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if not fused:
             query, key = builtin.apply_rotary_pos_emb(query, key, cos, sin)
+        return query, key, value, gate
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of [`attention`] that the layer sets."""
+        dropout = self.attention_dropout if self.training else 0.0
+        return {"eager": builtin.eager_attention_forward, "scaling": self.scaling, "dropout": dropout}
+
+    def finish(self, output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Apply the gate and the output layer to `[B, T, H, dim]`."""
+        gate, output = gate.flatten(2), output.flatten(2)
+        return glu(gate, output, to_fuse(self.o_proj, output), activation="sigmoid")
+
+    @takes_cache(CACHE)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+        query, key, value, gate = self.project(hidden_states, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        output, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            eager=builtin.eager_attention_forward,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            **(kwargs | {"boundaries": boundaries}),
-        )
-        gate, output = gate.flatten(2), output.flatten(2)
-        return glu(gate, output, to_fuse(self.o_proj, output), activation="sigmoid"), weights
+        options = self.options | kwargs | {"boundaries": boundaries}
+        output, weights = attention(self, query, key, value, attention_mask, **options)
+        return self.finish(output, gate), weights
 
 
 @fast_path

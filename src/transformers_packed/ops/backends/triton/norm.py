@@ -218,12 +218,12 @@ class RMSNorm(torch.autograd.Function):
 def normed_again(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
     """Return the norm of [`RMSNorm`] without a gate once more, given `x` or the sum with the residual."""
     x = x.contiguous()
-    y, rows, tile = torch.empty_like(x), x.numel() // x.shape[-1], _tile(x.shape[-1])
-    r = torch.empty(rows, dtype=torch.float32, device=x.device)
+    width, groups = x.shape[-1], weight.numel() // x.shape[-1]
+    y, rows, tile = torch.empty_like(x), x.numel() // weight.numel(), _tile(width)
+    r = torch.empty(rows * groups, dtype=torch.float32, device=x.device)
     absent = dict.fromkeys(("RESIDUAL", "GATE", "FIRST", "SIGMOID"), False)
-    options = {"OFFSET": offset, "GROUPS": 1} | absent | tile
-    grid = (ceil_div(rows, tile["ROWS"]),)
-    width = x.shape[-1]
+    options = {"OFFSET": offset, "GROUPS": groups} | absent | tile
+    grid = (ceil_div(rows, tile["ROWS"]) * groups,)
     _norm_forward[grid](x, None, None, weight.contiguous(), y, x, r, rows, width, width, eps, **options)
     return y
 
