@@ -133,6 +133,10 @@ class PackedModelTesterMixin:
     suppress_tokens = None
     # Parts of the names of parameters that are constants initially.
     constants: tuple[str, ...] = ("norm", "dt_bias")
+    # The kind of the attention layers, whether they take flex attention, and positions that several rows share.
+    attention_kind = "full_attention"
+    has_flex = True
+    has_shared_positions = True
 
     @property
     def has_router_loss(self) -> bool:
@@ -631,7 +635,12 @@ class PackedModelTesterMixin:
 
     def test_flex_attention_is_refused_without_a_gpu(self):
         _, model = self.models("sdpa")
-        model.set_attn_implementation({"text_config": "flex_attention"} if self.has_vision else "flex_attention")
+        name = {"text_config": "flex_attention"} if self.has_vision else "flex_attention"
+        if not self.has_flex:
+            with self.assertRaisesRegex(ValueError, "does not support .*flex_attention"):
+                model.set_attn_implementation(name)
+            return
+        model.set_attn_implementation(name)
         with self.assertRaisesRegex(ValueError, "flex_attention: needs CUDA tensors"):
             model(**packed_batch(self.documents))
 

@@ -64,8 +64,8 @@ class Index(NamedTuple):
 
     def of(self, queries: slice, keys: slice) -> "Index":
         """Return the index of some queries and of some keys."""
-        rows = (x[:, keys] for x in (self.key, self.cos, self.sin))
-        return Index(self.query[:, queries], *rows, *self[4:])
+        key, cos, sin = (x[:, keys] for x in (self.key, self.cos, self.sin))
+        return self._replace(query=self.query[:, queries], key=key, cos=cos, sin=sin)
 
     def blocks(self) -> torch.Tensor:
         """Return the keys `[N, dim]` of all complete blocks, if the row is one document."""
@@ -186,14 +186,14 @@ def _of_row(module, query, key, value, index: Index, *, boundaries: SequenceBoun
     length, outputs, found = boundaries.total_length, [], []
     for begin, heads, start, end in runs:
         split = begin + heads.total_length
-        of_heads = (x[:, :, begin:split] for x in (query, key, value))
-        output, weights = attention(module, *of_heads, None, boundaries=heads, **options)
+        q, k, v = (x[:, :, begin:split] for x in (query, key, value))
+        output, weights = attention(module, q, k, v, None, boundaries=heads, **options)
         outputs.append(output)
         found.append((begin, begin, weights))
         if split < end:
             rest, document = slice(split, end), slice(start, end)
-            rows = query[:, :, rest], key[:, :, document], value[:, :, document]
-            for output, weights in attend_last(module, *rows, index.of(rest, document), **options):
+            q, k, v = query[:, :, rest], key[:, :, document], value[:, :, document]
+            for output, weights in attend_last(module, q, k, v, index.of(rest, document), **options):
                 outputs.append(output)
                 found.append((split, start, weights))
                 split += output.shape[1]
@@ -206,14 +206,14 @@ def _runs(boundaries: SequenceBoundaries, limit: int) -> list[tuple[int, Sequenc
     Of each run: its first token, the boundaries of its documents up to the first `limit` tokens of the last one, and the
     first and the last token of that one.
     """
-    runs, heads, begin, start = [], [], 0, 0
+    runs, heads, begin, start = [], [0], 0, 0
     for document, length in enumerate(boundaries.lengths):
-        heads.append(min(length, limit))
+        heads.append(heads[-1] + min(length, limit))
         if length > limit or document == boundaries.num_documents - 1:
-            run = SequenceBoundaries.from_lengths(heads)
-            end = start + length
-            runs.append((begin, run.to(boundaries.cu_seqlens.device, non_blocking=True), start, end))
-            heads, begin = [], end
+            host, end = torch.tensor(heads, dtype=torch.int32), start + length
+            run = SequenceBoundaries(host.to(boundaries.cu_seqlens.device, non_blocking=True), host)
+            runs.append((begin, run, start, end))
+            heads, begin = [0], end
         start += length
     return runs
 
@@ -261,7 +261,7 @@ def attend_last(module, query, key, value, index: Index, **options) -> list[tupl
             of_index = index.query[0, begin - before : end - before], blocks[: end // index.ratio], complete
             chosen = choose_blocks(*of_index, index.budget // index.ratio).int()
         rows = query[:, :, begin - before : end - before], key[:, :, :end], value[:, :, :end]
-        function = partial(_chunk, module, chosen=chosen, visible=visible, ratio=index.ratio, **options)
+        function: Callable = partial(_chunk, module, chosen=chosen, visible=visible, ratio=index.ratio, **options)
         if weighs:
             results.append(function(*rows))
         elif torch.is_grad_enabled():

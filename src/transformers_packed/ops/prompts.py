@@ -120,7 +120,8 @@ def indexed_attention(
         raise unsupported("a row with shared prompts", "attention weights", "Leave output_attentions out.")
     keys, copies = boundaries.keys
     key, value = (repeat_rows(x[0].transpose(0, 1), copies).transpose(0, 1)[None] for x in (key, value))
-    index = Index(index.query, *(x[:, copies.rows] for x in index[1:4]), *index[4:])
+    of_keys = {name: getattr(index, name)[:, copies.rows] for name in ("key", "cos", "sin")}
+    index = index._replace(**of_keys)
     starts = zip(*(x.cu_seqlens_cpu.tolist() for x in (boundaries, keys)), strict=True)
     outputs = []
     for (start, k_start), (end, k_end) in pairwise(starts):

@@ -172,7 +172,7 @@ class Qwen3NextAttention(builtin.Qwen3NextAttention):
         query, key, value, gate = self.project(hidden_states, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        options = self.options | kwargs | {"boundaries": boundaries}
+        options = self.options | dict(kwargs) | {"boundaries": boundaries}
         output, weights = attention(self, query, key, value, attention_mask, **options)
         return self.finish(output, gate), weights
 

@@ -10,6 +10,7 @@ from transformers.processing_utils import Unpack
 
 from ...boundaries import SequenceBoundaries
 from ...ops import attention, causal_conv1d, gated_rms_norm, glu, per_document, rms_norm
+from ...ops.contexts import with_contexts
 from ...ops.indexed_attention import (
     Index,
     choose_blocks,
@@ -50,13 +51,13 @@ class Qwen4ExpTextRMSNorm(Qwen3NextRMSNorm):
         self, x: torch.Tensor, residual: torch.Tensor | None = None, stream: bool | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Normalize `x`, in groups. With a `residual`, return the norm of their sum, and the sum; with `stream`, both too."""
-        options: dict[str, Any] = {"stream": bool(stream)}
         if self.group_size is None:
-            return rms_norm(x, self.weight, self.eps, residual=residual, **options)
+            return rms_norm(x, self.weight, self.eps, residual=residual, stream=bool(stream))
         groups = (-1, self.group_size)
         residual = None if residual is None else residual.unflatten(-1, groups)
-        normed = rms_norm(x.unflatten(-1, groups), self.weight.view(groups), self.eps, residual=residual, **options)
-        return tuple(y.flatten(-2) for y in normed) if isinstance(normed, tuple) else normed.flatten(-2)
+        weight = self.weight.view(groups)
+        normed = rms_norm(x.unflatten(-1, groups), weight, self.eps, residual=residual, stream=bool(stream))
+        return (normed[0].flatten(-2), normed[1].flatten(-2)) if isinstance(normed, tuple) else normed.flatten(-2)
 
 
 @fast_path
@@ -71,10 +72,10 @@ class Qwen4ExpTextQSAIndexer(builtin.Qwen4ExpTextQSAIndexer):
         self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Project `[B, T, hidden]` to rotated queries `[B, T, heads, dim]`, and to keys `[B, T, dim]` before pooling."""
-        heads = self.index_n_heads, self.index_kv_heads
+        dim: Any = self.index_head_dim
         (both,) = project(hidden_states, self.index_qk_proj)
-        query, key = both.split([number * self.index_head_dim for number in heads], dim=-1)
-        query = self.q_layernorm(query.unflatten(-1, (-1, self.index_head_dim)))
+        query, key = both.split([self.index_n_heads * dim, self.index_kv_heads * dim], dim=-1)
+        query = self.q_layernorm(query.unflatten(-1, (-1, dim)))
         return builtin.apply_rotary_pos_emb(query, cos=cos, sin=sin, unsqueeze_dim=2), key
 
     def pool(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -82,12 +83,15 @@ class Qwen4ExpTextQSAIndexer(builtin.Qwen4ExpTextQSAIndexer):
         pooled = self.k_layernorm(keys.float().mean(dim=-2).to(keys.dtype))
         return builtin.apply_rotary_pos_emb(pooled.unsqueeze(-2), cos=cos, sin=sin, unsqueeze_dim=-2).squeeze(-2)
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Tokens of a block, and the most tokens of all chosen blocks."""
+        return {"ratio": self.compress_ratio, "budget": self.token_budget}
+
     @torch.no_grad()
     def index(self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Index:
         """Return what chooses the keys of a packed row. Their choice has no gradient."""
-        return Index(
-            *self.project(hidden_states, cos, sin), cos, sin, self.pool, self.compress_ratio, self.token_budget
-        )
+        return Index(*self.project(hidden_states, cos, sin), cos, sin, self.pool, **self.sizes)
 
     @torch.no_grad()
     @takes_cache(CACHE)
@@ -118,7 +122,7 @@ class Qwen4ExpTextQSAIndexer(builtin.Qwen4ExpTextQSAIndexer):
     ) -> torch.Tensor:
         """Return which of the visible keys `[B, T, S]` each of these queries attends to."""
         rows, _, length = visible.shape
-        count, ratio = visible.sum(-1), self.compress_ratio
+        count, ratio = visible.sum(-1), self.sizes["ratio"]
         # The visible keys of each query, in order, and then the others.
         order = visible.logical_not().byte().argsort(dim=-1, stable=True)
         blocks = order[..., : length - length % ratio].unflatten(-1, (-1, ratio))
@@ -145,9 +149,10 @@ class Qwen4ExpTextAttention(Qwen3NextAttention):
             call = hidden_states, position_embeddings, attention_mask
             return builtin.Qwen4ExpTextAttention.forward(self, *call, **{CACHE: cache}, **kwargs)
         query, key, value, gate = self.project(hidden_states, *position_embeddings)
-        options = self.options | kwargs | {"boundaries": boundaries}
-        if needs_index(boundaries, self.indexer.token_budget, self.indexer.compress_ratio):
-            index = self.indexer.index(hidden_states, *position_embeddings)
+        options = self.options | dict(kwargs) | {"boundaries": boundaries}
+        indexer: Any = self.indexer
+        if needs_index(boundaries, **indexer.sizes):
+            index = indexer.index(hidden_states, *position_embeddings)
             output, weights = indexed_attention(self, query, key, value, index, **options)
         else:
             output, weights = attention(self, query, key, value, attention_mask, **options)
@@ -168,7 +173,7 @@ class Qwen4ExpTextSparseMoeBlock(Qwen3NextSparseMoeBlock):
 
 @fast_path
 class Qwen4ExpTextGatedResidual(builtin.Qwen4ExpTextGatedResidual):
-    def forward(self, hyper_input: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, hyper_input: torch.Tensor):
         """Mix the streams `[B, T, streams * hidden]` to one.
 
         With `block_inject_weight`, also return the streams, and the factors with which a result is added to each.
@@ -184,49 +189,40 @@ class Qwen4ExpTextGatedResidual(builtin.Qwen4ExpTextGatedResidual):
 @replaces_builtin
 class Qwen4ExpTextNGramEmbedding(builtin.Qwen4ExpTextNGramEmbedding):
     @takes_cache(CACHE)
-    def forward(self, input_ids: torch.Tensor, cache: Cache | SequenceBoundaries | None) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, cache: Cache | None) -> torch.Tensor:
         """Embed the n-grams that end at each of the tokens `[B, T]`, after the tokens in the cache.
 
         The tokens of a packed row come with its boundaries instead. Before a document, they are EOS or those of its prompt.
         """
-        if not isinstance(cache, SequenceBoundaries):
+        boundaries: Any = cache
+        if not isinstance(boundaries, SequenceBoundaries):
             return super().forward(input_ids, cache)
-        row, boundaries, width = input_ids[0].long(), cache, self.context_len
-        contexts = row.new_full((boundaries.num_documents, width), self.eos_token_id)
-        if boundaries.share_prompts:
-            tails = boundaries.tails(width).rows.unflatten(0, (-1, width))
-            # The first token of a short prompt is repeated.
-            repeated = F.pad(tails[:, 1:] == tails[:, :-1], (0, 1))
-            answers = slice(boundaries.answer_indices.start, None)
-            contexts[answers] = row[tails].masked_fill(repeated, self.eos_token_id)
-        documents = torch.arange(boundaries.num_documents, device=row.device)
-        starts = boundaries.cu_seqlens[:-1] + width * documents
-        tokens = torch.arange(len(row), device=row.device) + width * (boundaries.seq_idx[0] + 1)
-        spaced = row.new_empty(len(row) + contexts.numel()).index_copy(0, tokens, row)
-        before = starts[:, None] + torch.arange(width, device=row.device)
-        spaced = spaced.index_copy(0, before.flatten(), contexts.flatten())
-        return super().forward(spaced[None], None).index_select(1, tokens)
+        eos: Any = self.eos_token_id
+        spaced, places = with_contexts(input_ids.long(), boundaries, self.context_len, eos)
+        return super().forward(spaced, None).index_select(1, places)
 
 
 @replaces_builtin
 class Qwen4ExpTextPLELayer(builtin.Qwen4ExpTextPLELayer):
-    def _short_conv(self, hidden_states: torch.Tensor, cache: Cache | SequenceBoundaries | None) -> torch.Tensor:
-        if not isinstance(cache, SequenceBoundaries):
+    def _short_conv(self, hidden_states: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+        boundaries: Any = cache
+        if not isinstance(boundaries, SequenceBoundaries):
             return super()._short_conv(hidden_states, cache)
         if not is_untouched(self.conv1d, torch.nn.Conv1d):
             alone = builtin.Qwen4ExpTextPLELayer._short_conv
-            return per_document(lambda x: alone(self, x, None), hidden_states, boundaries=cache)
+            output: Any = per_document(lambda x: alone(self, x, None), hidden_states, boundaries=boundaries)
+            return output
         # A filter with zeros between its taps.
         (dilation,), width = self.conv1d.dilation, self.short_conv_state_len + 1
         weight = F.pad(self.conv1d.weight.transpose(1, 2), (0, dilation - 1)).flatten(1)[:, :width]
-        return causal_conv1d(hidden_states, weight, None, "silu", boundaries=cache)
+        return causal_conv1d(hidden_states, weight, None, "silu", boundaries=boundaries)
 
     @takes_cache(CACHE)
     def forward(
         self,
         hidden_states: torch.Tensor,
         input_ids: torch.Tensor,
-        cache: Cache | SequenceBoundaries | None,
+        cache: Cache | None,
         conv_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return what the n-grams add to the streams `[B, T, streams * hidden]`.
@@ -240,7 +236,7 @@ class Qwen4ExpTextPLELayer(builtin.Qwen4ExpTextPLELayer):
 @replaces_builtin
 class Qwen4ExpTextDecoderLayer(builtin.Qwen4ExpTextDecoderLayer):
     @takes_cache(CACHE)
-    def forward(  # type: ignore[misc]  # Named here, and also in `PackingKwargs`.
+    def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
@@ -252,7 +248,7 @@ class Qwen4ExpTextDecoderLayer(builtin.Qwen4ExpTextDecoderLayer):
     ) -> torch.Tensor:
         if self.ple is not None:
             boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
-            earlier = cache if boundaries is None else boundaries
+            earlier: Any = cache if boundaries is None else boundaries
             hidden_states = hidden_states + self.ple(hidden_states, ple_input_ids, earlier, conv_mask=conv_mask)
 
         hidden_states, streams, factors = self.attn_hyper_connection(hidden_states)
