@@ -21,6 +21,7 @@ from transformers_packed.ops import (
     rms_norm,
 )
 from transformers_packed.ops.linear import shared_input_linears
+from transformers_packed.ops.streams import add_to_streams, mix_streams
 from transformers_packed.ops.terms import Adapter, Float8Weight, Projection
 
 
@@ -260,6 +261,34 @@ CASES = [
         per_token=2,
         small=[{"width": 37}],
         released=[{"width": 4096}],
+    ),
+    Case(
+        "mix_streams",
+        lambda impl, gate, streams: mix_streams(gate, streams, impl=impl),
+        lambda normal, tokens, streams, width: [normal(1, tokens, streams, width), normal(1, tokens, streams, width)],
+        per_token=2,
+        small=[{"streams": 2, "width": 1100}, {"streams": 4, "width": 37}],
+        released=[{"streams": 4, "width": 2560}],
+    ),
+    Case(
+        "add_to_streams",
+        lambda impl, streams, x, factors: add_to_streams(streams, x, factors, impl=impl),
+        lambda normal, tokens, streams, width: [
+            normal(1, tokens, streams, width),
+            normal(1, tokens, width),
+            normal(1, tokens, streams),
+        ],
+        per_token=3,
+        small=[{"streams": 2, "width": 100}, {"streams": 4, "width": 37}],
+        released=[{"streams": 4, "width": 2560}],
+    ),
+    Case(
+        "rms_norm_of_heads",
+        lambda impl, x, weight: rms_norm(x, weight, stream=True, impl=impl),
+        lambda normal, tokens, heads, dim: [normal(1, tokens, heads, dim), normal(heads, dim)],
+        per_token=1,
+        small=[{"heads": 4, "dim": 37}],
+        released=[{"heads": 4, "dim": 2560}],
     ),
     Case(
         "gated_rms_norm_linear",

@@ -30,6 +30,7 @@ from ...ops import (
 )
 from ...ops.contexts import with_contexts
 from ...ops.indexed_attention import Index, choose_blocks, indexed_attention, needs_index, tokens_of_blocks
+from ...ops.streams import add_to_streams, mix_streams
 from ..experts import run_experts
 from ..inputs import PackingKwargs, without_packing
 from ..outputs import LanguageModelMixin
@@ -329,6 +330,12 @@ class Qwen4ExpTextSparseMoeBlock(builtin.Qwen4ExpTextSparseMoeBlock):
         return run_experts(self.experts, rows, index, weights, shared, gate).view_as(hidden_states)
 
 
+def add(streams: torch.Tensor, hidden_states: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Add `[B, T, hidden]` to each of the streams `[B, T, streams * hidden]`, times its factor."""
+    separate = streams.unflatten(-1, (-1, hidden_states.shape[-1]))
+    return add_to_streams(separate, hidden_states, factors).flatten(-2)
+
+
 @fast_path
 class Qwen4ExpTextGatedResidual(builtin.Qwen4ExpTextGatedResidual):
     def forward(self, hyper_input: torch.Tensor):
@@ -340,7 +347,7 @@ class Qwen4ExpTextGatedResidual(builtin.Qwen4ExpTextGatedResidual):
         normed, hyper_input = norm_of_stream(self.hc_norm, Qwen4ExpTextRMSNorm, hyper_input)
         low, *factors = project(normed, self.input_mix_weight_down, *inject)
         (gate,) = project(F.silu(low / self.hc_count), self.input_mix_weight_up)
-        mixed = glu(gate, normed, activation="sigmoid").unflatten(-1, (self.hc_count, self.hidden_size)).mean(dim=-2)
+        mixed = mix_streams(*(x.unflatten(-1, (self.hc_count, self.hidden_size)) for x in (gate, normed)))
         return (mixed, hyper_input, 2 * torch.sigmoid(factors[0] / self.hc_count)) if factors else mixed
 
 
@@ -418,10 +425,10 @@ class Qwen4ExpTextDecoderLayer(builtin.Qwen4ExpTextDecoderLayer):
             hidden_states, _ = self.self_attn(
                 hidden_states, position_embeddings, attention_mask=attention_mask, **options
             )
-        streams = streams + (hidden_states.unsqueeze(-2) * factors.unsqueeze(-1)).flatten(-2)
+        streams = add(streams, hidden_states, factors)
 
         hidden_states, streams, factors = self.mlp_hyper_connection(streams)
-        return streams + (self.mlp(hidden_states).unsqueeze(-2) * factors.unsqueeze(-1)).flatten(-2)
+        return add(streams, self.mlp(hidden_states), factors)
 
 
 @replaces_builtin

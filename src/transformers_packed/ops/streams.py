@@ -1,0 +1,114 @@
+"""Residuals of several streams (hyper-connections): mix the streams to the input of a layer, and add its output to each."""
+
+import torch
+
+from ..errors import input_error
+from .backends import triton
+from .dispatch import Implementation, always, run
+
+
+def mix_streams(gate: torch.Tensor, streams: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
+    """Compute the mean over the streams of `sigmoid(gate) * streams`.
+
+    Args:
+        gate (`torch.Tensor` of shape `[..., S, width]`):
+            Gate of each element, in any floating dtype.
+        streams (`torch.Tensor` of shape `[..., S, width]`):
+            `S` streams.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (computes in float32 and rounds once) or `"reference"`.
+
+    Returns:
+        `torch.Tensor` of shape `[..., width]`, in the inputs' promoted dtype.
+
+    Raises:
+        `ValueError`: the shapes do not match, or `impl` does not support the call.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops.streams import mix_streams
+    >>> mix_streams(torch.zeros(2, 3), torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])).tolist()
+    [1.0, 1.0, 1.0]
+
+    ```
+    """
+    if gate.shape != streams.shape or gate.ndim < 2:
+        got = f"{tuple(gate.shape)} and {tuple(streams.shape)}"
+        raise input_error("gate and streams of the same shape [..., S, width]", got)
+    return run("mix_streams", impl, MIX, gate, streams)
+
+
+def add_to_streams(
+    streams: torch.Tensor, hidden_states: torch.Tensor, factors: torch.Tensor, *, impl: str = "auto"
+) -> torch.Tensor:
+    """Compute `streams + factors * hidden_states`, with one factor for each stream.
+
+    Args:
+        streams (`torch.Tensor` of shape `[..., S, width]`):
+            `S` streams, in any floating dtype.
+        hidden_states (`torch.Tensor` of shape `[..., width]`):
+            What to add to all of them.
+        factors (`torch.Tensor` of shape `[..., S]`):
+            Factor for each stream.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (computes in float32 and rounds once) or `"reference"`.
+
+    Returns:
+        `torch.Tensor` of shape `[..., S, width]`, in the inputs' promoted dtype.
+
+    Raises:
+        `ValueError`: the shapes do not match, or `impl` does not support the call.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops.streams import add_to_streams
+    >>> add_to_streams(torch.zeros(2, 2), torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])).tolist()
+    [[1.0, 2.0], [3.0, 6.0]]
+
+    ```
+    """
+    if hidden_states.shape != (*streams.shape[:-2], streams.shape[-1]) or factors.shape != streams.shape[:-1]:
+        got = ", ".join(str(tuple(x.shape)) for x in (streams, hidden_states, factors))
+        raise input_error("streams [..., S, width], hidden_states [..., width] and factors [..., S]", got)
+    return run("add_to_streams", impl, ADD, streams, hidden_states, factors)
+
+
+def _mix_reference(gate, streams):
+    return (torch.sigmoid(gate) * streams).mean(dim=-2)
+
+
+def _mix_triton(gate, streams):
+    from .backends.triton.streams import MixStreams
+
+    return MixStreams.apply(gate, streams)
+
+
+def _add_reference(streams, hidden_states, factors):
+    return streams + hidden_states.unsqueeze(-2) * factors.unsqueeze(-1)
+
+
+def _add_triton(streams, hidden_states, factors):
+    from .backends.triton.streams import AddToStreams
+
+    return AddToStreams.apply(streams, hidden_states, factors)
+
+
+def _verify(*tensors):
+    problems = (triton.verify(x) for x in tensors)
+    refused = next((problem for problem in problems if not problem[0]), None)
+    width = tensors[0].shape[-1]
+    return refused or (width <= 16384, f"supports widths up to 16384, not {width}")
+
+
+MIX = {
+    "triton": Implementation(_mix_triton, _verify),
+    "reference": Implementation(_mix_reference, always),
+}
+ADD = {
+    "triton": Implementation(_add_triton, _verify),
+    "reference": Implementation(_add_reference, always),
+}
