@@ -8,11 +8,12 @@ import torch
 from mixins.model import gradients, total_relative_error
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, Qwen4ExpTextConfig, set_seed
 
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
+from transformers_packed.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM
 from transformers_packed.ops import dispatch, implementations_used
 
 
@@ -38,10 +39,33 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+# The longest document has more tokens than the budget of the indexer.
+QWEN4_EXP = EXPERTS | {
+    "output_gate_type": "sigmoid",
+    "hc_lowrank": 8,
+    "ple_layer_ids": [1],
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 64,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 1,
+    "eos_token_id": 2,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
 FAMILIES = {
     "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, {}),
     "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, EXPERTS),
     "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig, EXPERTS),
+    "qwen4_exp": (Qwen4ExpForCausalLM, Qwen4ExpTextConfig, QWEN4_EXP),
 }
 
 
@@ -78,7 +102,7 @@ class FusedLayersTest(InterpretedKernelsTest):
         self.assertLess(total_relative_error(got, expected), 1e-5)
         ran = {op for op, names in implementations_used().items() if "triton" in names}
         shared = {"causal_conv1d_qkv", "gated_delta_gates", "linear_cross_entropy", "qk_norm_rope", "rms_norm"}
-        self.assertLessEqual(shared, ran)
+        self.assertLessEqual(shared | ({"add_to_streams", "mix_streams"} if family == "qwen4_exp" else set()), ran)
         with_a_layer = {"gated_rms_norm_linear", "sigmoid_gate_linear", "swiglu_linear"}
         without = {"gated_rms_norm", "sigmoid_gate", "swiglu"}
         wanted, unwanted = (without, with_a_layer) if how == "hooked" else (with_a_layer, without)

@@ -2,6 +2,7 @@ import unittest
 from unittest import mock
 
 import torch
+from common.releases import RELEASE
 from mixins.model import (
     VOCAB_SIZE,
     PackedModelTesterMixin,
@@ -13,6 +14,7 @@ from mixins.model import (
 )
 from mixins.padding import PackedPaddingRouterTesterMixin
 from mixins.vision import PIXELS, PackedVisionTesterMixin, vision_config
+from packaging.version import Version
 from parameterized import parameterized
 from transformers import Qwen4ExpConfig, Qwen4ExpTextConfig
 from transformers.models.qwen4_exp import modeling_qwen4_exp as builtin
@@ -62,7 +64,16 @@ OPTIONS = {
 }
 
 
-class Qwen4ExpModelTest(PackedPaddingRouterTesterMixin, PackedModelTesterMixin, unittest.TestCase):
+class SkipsEagerTesterMixin:
+    def models(self, attn_implementation: str = "sdpa", **kwargs):
+        if attn_implementation == "eager" and RELEASE < Version("5.23"):
+            self.skipTest("this release computes NaN for the queries of padding, which attend to nothing")
+        return super().models(attn_implementation, **kwargs)
+
+
+class Qwen4ExpModelTest(
+    SkipsEagerTesterMixin, PackedPaddingRouterTesterMixin, PackedModelTesterMixin, unittest.TestCase
+):
     """Most documents are longer than the budget of the indexer."""
 
     builtin_class = builtin.Qwen4ExpForCausalLM
@@ -146,7 +157,9 @@ class Qwen4ExpModelTest(PackedPaddingRouterTesterMixin, PackedModelTesterMixin, 
         self.assertLess(relative_error(ours, logits), 1.2 * relative_error(stock, logits))
 
 
-class Qwen4ExpVisionTest(PackedPaddingRouterTesterMixin, PackedVisionTesterMixin, unittest.TestCase):
+class Qwen4ExpVisionTest(
+    SkipsEagerTesterMixin, PackedPaddingRouterTesterMixin, PackedVisionTesterMixin, unittest.TestCase
+):
     builtin_class = builtin.Qwen4ExpForConditionalGeneration
     packed_class = packed.Qwen4ExpForConditionalGeneration
     is_moe = True

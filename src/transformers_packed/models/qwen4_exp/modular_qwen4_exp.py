@@ -146,13 +146,19 @@ class Qwen4ExpTextAttention(Qwen3NextAttention):
         **kwargs: Unpack[PackingKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
-        if boundaries is None:
-            call = hidden_states, position_embeddings, attention_mask
-            return builtin.Qwen4ExpTextAttention.forward(self, *call, **{CACHE: cache}, **kwargs)
-        query, key, value, gate = self.project(hidden_states, *position_embeddings)
+        # With a cache, these are the positions of its tokens too.
+        length = hidden_states.shape[1]
+        query, key, value, gate = self.project(hidden_states, *(x[:, -length:] for x in position_embeddings))
+        if boundaries is None and attention_mask is not None:
+            chosen = self.indexer(hidden_states, position_embeddings, attention_mask, cache)
+            # Masks of eager attention are added to the scores.
+            blocked = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
+            attention_mask = attention_mask.masked_fill(~chosen, blocked)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         options = self.options | dict(kwargs) | {"boundaries": boundaries}
         indexer: Any = self.indexer
-        if needs_index(boundaries, **indexer.sizes):
+        if boundaries is not None and needs_index(boundaries, **indexer.sizes):
             index = indexer.index(hidden_states, *position_embeddings)
             output, weights = indexed_attention(self, query, key, value, index, **options)
         else:
@@ -211,6 +217,7 @@ class Qwen4ExpTextNGramEmbedding(builtin.Qwen4ExpTextNGramEmbedding):
 
 @replaces_builtin
 class Qwen4ExpTextPLELayer(builtin.Qwen4ExpTextPLELayer):
+    @takes_cache(CACHE)
     def _short_conv(self, hidden_states: torch.Tensor, cache: Cache | None) -> torch.Tensor:
         boundaries: Any = cache
         if not isinstance(boundaries, SequenceBoundaries):
