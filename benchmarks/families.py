@@ -4,9 +4,12 @@ Each family has 8 layers of hidden size 1,024. The arm `ours` computes recurrent
 with this package's ops. The arm `per document` computes the same model with the stock forward of these mixers, on padded
 batches of documents of similar length. For Mamba mixers, that is a loop over tokens: Transformers runs an associative
 scan (`use_associative_scan`) in compiled code only, which is the arm `associative scan`. Families with classes of this
-package have the arm `ours` alone: compare them with `qwen3_5`, which has the same layers, hidden size and dense MLP.
-Errors are those of the loss and of all gradients on a shorter row, against the stock class in float32 on each document
-alone. Of mixtures, rounding may change the choice of experts in bfloat16.
+package have the arm `ours` alone: compare them with `qwen3_5`, which has the same layers, hidden size and dense MLP, and
+`qwen4_exp` with `qwen3_5_moe`. These two have 4 layers of hidden size 2,560 with 512 experts. Their errors need
+`--options '{"num_experts": 32}'` to fit a GPU of 80 GB. The indexer of `qwen4_exp` computes nothing unless documents are
+longer than 2,063 tokens, as with `--documents 2`. Errors are those of the loss and of all gradients on a shorter row,
+against the stock class in float32 on each document alone. Of mixtures, rounding may change the choice of experts in
+bfloat16.
 
     python benchmarks/families.py --output benchmarks/results/families.json
     python benchmarks/families.py --families bamba lfm2 --profile
@@ -60,6 +63,33 @@ LATENT = {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 25
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+}
+# 4 layers with 512 experts, as in large released mixtures.
+THREE_LINEAR = ["linear_attention"] * 3 + ["full_attention"]
+MIXTURE = COMMON | {
+    "num_hidden_layers": 4,
+    "hidden_size": 2560,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+# The table of n-grams has few rows here: it takes 95 GiB in the released model.
+QWEN4_EXP = {
+    "model_type": "qwen4_exp_text",
+    "output_gate_type": "sigmoid",
+    "ple_layer_ids": [1],
+    "ngram_vocab_size_base": 10_000,
+    "split_ngram_parts": 1,
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 16,
 }
 FAMILIES = {
     "bamba": DENSE | RELEASED_HEADS | {"model_type": "bamba", "attn_layer_indices": [4]},
@@ -116,12 +146,19 @@ FAMILIES = {
     | LATENT
     | {"model_type": "kimi_linear", "layer_types": ONE_ATTENTION, "linear_num_heads": 8, "linear_head_dim": 128}
     | {"moe_intermediate_size": 512, "num_local_experts": 32, "num_experts_per_tok": 4},
+    "qwen3_5_moe": MIXTURE | {"model_type": "qwen3_5_moe_text", "layer_types": THREE_LINEAR},
+    "qwen4_exp": MIXTURE | QWEN4_EXP | {"layer_types": [*THREE_LINEAR[:3], "indexed_attention"]},
+    # What streams and the norm of the gate cost, beside the same mixers and experts.
+    "qwen3_5_moe, linear layers": MIXTURE
+    | {"model_type": "qwen3_5_moe_text", "layer_types": ["linear_attention"] * 4},
+    "qwen4_exp, linear layers": MIXTURE | QWEN4_EXP | {"layer_types": ["linear_attention"] * 4, "ple_layer_ids": []},
 }
 ARMS = ("per document", "associative scan", "ours")
 # Families of Mamba mixers, where Transformers has another scan under `torch.compile`.
 MAMBA = ("jamba", "mamba", "falcon_mamba", "zamba")
 # Families with classes of this package.
 OWN = {"qwen3_5", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "kimi_linear, mixture"}
+OWN |= {name for name in FAMILIES if name.startswith(("qwen3_5_moe", "qwen4_exp"))}
 
 
 def arm_of(name: str):

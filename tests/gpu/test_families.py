@@ -21,7 +21,15 @@ from transformers.integrations import hub_kernels
 from transformers_packed import SequenceBoundaries, patch_model
 from transformers_packed.models import mixers
 from transformers_packed.models.families import FAMILIES
-from transformers_packed.ops import attention, dispatch, implementations_used, kimi_delta_rule, selective_scan, ssd
+from transformers_packed.ops import (
+    attention,
+    dispatch,
+    implementations_used,
+    indexed_attention,
+    kimi_delta_rule,
+    selective_scan,
+    ssd,
+)
 from transformers_packed.ops.autotuning import tuned_in_threads
 from transformers_packed.ops.backends import fla
 
@@ -48,6 +56,18 @@ OWN = {
     "olmo_hybrid": ("gated_delta_rule", {"linear_key_head_dim": 96, "linear_value_head_dim": 192}),
     "kimi_linear": ("kimi_delta_rule", {"linear_head_dim": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}),
     "bailing_hybrid": ("kimi_delta_rule", {"head_dim": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}),
+    "qwen4_exp": (
+        "gated_delta_rule",
+        {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "hidden_size": 128, "head_dim": 64}
+        | {"indexer_head_dim": 64}
+        | {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "output_gate_type": "sigmoid"},
+    ),
+}
+# Rounding to bfloat16 changes what is chosen, so no token has a choice of experts or of blocks of keys.
+NO_CHOICE = {
+    "kimi_linear": {"mlp_layer_types": ["dense"] * 2},
+    "bailing_hybrid": {"mlp_layer_types": ["dense"] * 2},
+    "qwen4_exp": {"num_experts_per_tok": 4, "indexer_budget": 128},
 }
 
 
@@ -83,7 +103,9 @@ class FamilyTest(unittest.TestCase):
         used = implementations_used()
         report(f"{family}, {dtype} ({used})", logits=error, gradients=total)
         self.assertLess(error, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
-        self.assertLess(total, {torch.float32: 1e-3, torch.bfloat16: 1e-1}[dtype])
+        # On a CPU, the stock class in bfloat16 is up to 0.1 from float32 in Qwen4-Exp, whose n-grams go through a root.
+        bars = {torch.float32: 1e-3, torch.bfloat16: 0.25 if family == "qwen4_exp" else 1e-1}
+        self.assertLess(total, bars[dtype])
         return used
 
 
@@ -396,14 +418,45 @@ class CudaFamiliesTest(FamilyTest):
 class CudaOwnClassesTest(TunedTest, FamilyTest):
     @parameterized.expand([(family, dtype) for family in OWN for dtype in BARS])
     def test_equals_documents_alone(self, family, dtype):
-        """In bfloat16 with dense layers, because rounding changes the choice of experts."""
         op, options = OWN[family]
-        if dtype == torch.bfloat16 and op == "kimi_delta_rule":
-            options = options | {"mlp_layer_types": ["dense"] * 2}
+        if dtype == torch.bfloat16:
+            options = options | NO_CHOICE.get(family, {})
         used = self.check(family, dtype, **options)
         # Kernels for the gated delta rule need a recent release of triton on Hopper.
         kernel = dtype == torch.bfloat16 and (op == "kimi_delta_rule" or not fla._backward_problem())
         self.assertEqual(used[op], ["fla" if kernel else "reference"])
+
+    def test_chunks_of_long_documents(self):
+        """In bfloat16, the choice of blocks and its attention are those of the stock class on a GPU, for each document."""
+        torch.manual_seed(0)
+        options = OWN["qwen4_exp"][1] | NO_CHOICE["qwen4_exp"] | {"indexer_budget": 24, "num_hidden_layers": 1}
+        options |= {"layer_types": ["indexed_attention"], "ple_layer_ids": []}
+        stock = tiny_model("qwen4_exp", **options).to("cuda", torch.bfloat16)
+        model = patch_model(copy.deepcopy(stock))
+        rows = [x.cuda() for x in documents((700, 1, 27, 28, 90))]
+        with mock.patch.object(indexed_attention, "_QUERIES", 256):
+            logits, loss = alone(stock, rows)
+            output = model(**{n: x.cuda() if torch.is_tensor(x) else x for n, x in packed_batch(rows).items()})
+            got, expected = gradients(model, output.loss), gradients(stock, loss)
+        error = relative_error(output.logits[0].float(), torch.cat(logits).detach().float())
+        total = total_relative_error(*({n: x.float() for n, x in each.items()} for each in (got, expected)))
+        report("qwen4_exp, chunks of long documents", logits=error, gradients=total)
+        self.assertIn("chunks(sdpa)", implementations_used()["indexed_attention"])
+        self.assertLess(error, 5e-2)
+        self.assertLess(total, 1e-1)
+
+    @parameterized.expand([(24,), (1024,)])
+    def test_a_step_does_not_wait_for_the_gpu(self, budget):
+        """With documents longer than the budget of the indexer, and without."""
+        model = patch_model(tiny_model("qwen4_exp", **OWN["qwen4_exp"][1], indexer_budget=budget))
+        model.to("cuda", torch.bfloat16)
+
+        def prepare(lengths, boundaries):
+            rows = torch.cat(documents(lengths))[None].cuda()
+            batch = {"input_ids": rows, "labels": rows, "boundaries": boundaries}
+            return lambda: model(**batch).loss.backward()
+
+        check_without_waiting(prepare)
 
 
 if __name__ == "__main__":
