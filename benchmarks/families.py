@@ -90,6 +90,7 @@ QWEN4_EXP = {
     "indexer_head_dim": 128,
     "indexer_budget": 2048,
     "indexer_compress_ratio": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }
 FAMILIES = {
     "bamba": DENSE | RELEASED_HEADS | {"model_type": "bamba", "attn_layer_indices": [4]},
