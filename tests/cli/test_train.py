@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from common.processes import run_processes
+from common.processes import EXPERTS, run_processes
 from common.records import THINKING, assistant, make_tokenizer, records, user
 from mixins.model import total_relative_error
 from parameterized import parameterized
@@ -22,18 +22,20 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     Qwen3_5Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3NextConfig,
     Trainer,
     set_seed,
 )
 from transformers.trainer_callback import CallbackHandler
 
 from transformers_packed import DataCollatorWithFlattening, PackingPlan, cli
-from transformers_packed.cli import finetune, folder_trainer, run_folder
+from transformers_packed.cli import finetune, folder_trainer, options, run_folder
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8
 from transformers_packed.models.releases import can_select_checkpoints, checkpointing_argument
-from transformers_packed.ops import dispatch
+from transformers_packed.ops import dispatch, moe
 from transformers_packed.training.callbacks import warm_up
 
 
@@ -97,6 +99,10 @@ class CommandTest(unittest.TestCase):
         model.save_pretrained(cls.root / name)
         (tokenizer or make_tokenizer(THINKING)).save_pretrained(cls.root / name)
         return AutoTokenizer.from_pretrained(cls.root / name)
+
+    def save_mixture(self, name, config):
+        set_seed(0)
+        self.save(name, AutoModelForCausalLM.from_config(config(**TEXT_CONFIG, **EXPERTS)))
 
     def setUp(self):
         directory = tempfile.TemporaryDirectory()
@@ -475,6 +481,61 @@ class CommandTest(unittest.TestCase):
         self.assertLess((got - want).abs().max(), 1e-5)
         self.assertGreater((got - before).abs().max(), 1e-3)
 
+    @parameterized.expand([("qwen3_next", Qwen3NextConfig), ("qwen3_5_moe", Qwen3_5MoeTextConfig)])
+    def test_lora_of_experts(self, family, config):
+        """The experts have adapters only with `--experts`, of the given rank, and stock classes load them."""
+        self.save_mixture(family, config)
+        # The names and shapes that servers read: first `gate_up_proj`, and around it `down_proj`.
+        experts = {
+            "mlp.experts.base_layer.lora_A.weight": (8 * 4, 32),
+            "mlp.experts.base_layer.lora_B.weight": (2 * 16, 8 * 4),
+            "mlp.experts.lora_A.weight": (8 * 4, 16),
+            "mlp.experts.lora_B.weight": (32, 8 * 4),
+        }
+        # Releases of PEFT that take the layers of the shared expert for experts find no way to the former.
+        shared = [f"mlp.shared_expert.{name}.lora_A.weight" for name in ("gate_proj", "up_proj", "down_proj")]
+        command = ["--lora", "--lora-rank=4", "--max-steps=3", "--learning-rate=0.05"]
+        for given in ([], ["--experts"]):
+            output = self.directory / "".join(["output", *given])
+            status, out, err = self.run_command(*command, *given, model=family, output=output)
+            self.assertEqual(status, 0, err)
+            self.assertIn(f"ForCausalLM with LoRA{', on experts too,' * len(given)} from ", out)
+            adapter = load_file(output / "adapter_model.safetensors")
+            for layer in range(len(TEXT_CONFIG["layer_types"])):
+                start = f"base_model.model.model.layers.{layer}."
+                found = {name.removeprefix(start): tuple(x.shape) for name, x in adapter.items() if start in name}
+                self.assertEqual(
+                    {name: shape for name, shape in found.items() if "experts." in name},
+                    experts if given else {},
+                )
+                self.assertEqual([name in found for name in shared], [family == "qwen3_5_moe"] * 3)
+                self.assertNotIn("mlp.gate.lora_A.weight", found)
+                self.assertTrue(all(4 in shape for name, shape in found.items() if name not in experts), found)
+            trained, stock = self.trainers[-1].model.eval(), AutoModelForCausalLM.from_pretrained(output).eval()
+            ids = torch.tensor([[5, 9, 40, 33, 7]])
+            with torch.no_grad():
+                got, want = (model(ids).logits for model in (stock, trained))
+            self.assertLess((got - want).abs().max(), 1e-5)
+            adapted = [x for name, x in stock.named_parameters() if "experts." in name and "lora_B" in name]
+            self.assertTrue(all(x.abs().max() > 1e-3 for x in adapted))
+        self.assertEqual(len(adapted), 2 * len(TEXT_CONFIG["layer_types"]))
+        self.assertIn("experts_lora", dispatch.implementations_used())
+
+    def test_experts_of_other_models(self):
+        self.check_error(
+            "--experts: expected a mixture of experts as --model, got .*model, a qwen3_5_text. Remove --experts.",
+            "--lora",
+            "--experts",
+        )
+        self.assertEqual(options.EXPERT_RANK, moe._MAX_RANK)
+        for given, message in (
+            (["--experts"], "--experts needs --lora: without it, experts are trained as all parameters are"),
+            (["--lora", "--experts", "--lora-rank=65"], "--lora-rank of at most 64 with --experts, got 65"),
+        ):
+            with self.assertRaises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as stderr:
+                cli.main(["train", "--model=m", "--data=d", "--output=o", *given])
+            self.assertIn(message, stderr.getvalue())
+
     @parameterized.expand([([],), (["--lora"],)])
     def test_float8(self, arguments):
         self.save("deep", AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**DEEP_CONFIG)))
@@ -507,14 +568,22 @@ class CommandTest(unittest.TestCase):
             self.assertEqual((status, output.exists()), (1, False))
             self.assertRegex(err, "a dataset with the split 'test', got .*Unknown split")
 
-    @parameterized.expand([("full", []), ("lora", ["--lora", "--gradient-accumulation-steps=2"])])
-    def test_resume(self, _, arguments):
+    @parameterized.expand(
+        [
+            ("full", [], {}),
+            ("lora", ["--lora", "--gradient-accumulation-steps=2"], {}),
+            ("experts", ["--lora", "--experts"], {"model": "qwen3_5_moe"}),
+        ]
+    )
+    def test_resume(self, _, arguments, where):
         """An interrupted run resumes to exactly the weights of an uninterrupted one."""
+        if where:
+            self.save_mixture("qwen3_5_moe", Qwen3_5MoeTextConfig)
         command = [*arguments, "--max-steps=7", "--batch-size=2", "--learning-rate=0.02", "--warmup-steps=2"]
         whole = self.directory / "whole"
-        self.assertEqual(self.run_command(*command, output=whole)[0], 0)
+        self.assertEqual(self.run_command(*command, output=whole, **where)[0], 0)
         command += ["--save-steps=2"]
-        status, out, err = self.interrupted(*command, steps=5)
+        status, out, err = self.interrupted(*command, steps=5, **where)
         self.assertEqual(status, 130)
         self.assertEqual(
             err,
@@ -525,25 +594,30 @@ class CommandTest(unittest.TestCase):
         (self.output / "checkpoint-6").mkdir()
         (self.output / "checkpoint-6" / "trainer_state.json").write_text('{"epoch": 1')
 
-        status, _, err = self.run_command(*command)
+        status, _, err = self.run_command(*command, **where)
         self.assertEqual(status, 1)
         self.assertRegex(err, "which holds an earlier run. Add --resume to continue that run")
-        status, _, err = self.run_command(*command, "--resume", "--seed=5", "--learning-rate=0.03")
+        status, _, err = self.run_command(*command, "--resume", "--seed=5", "--learning-rate=0.03", **where)
         self.assertEqual(status, 1)
         self.assertRegex(
             err, "got --learning-rate 0.03 instead of 0.02; --seed 5 instead of 0. Use the command of that run"
         )
-        status, _, err = self.run_command(*command, "--resume", "--max-length=5")
+        status, _, err = self.run_command(*command, "--resume", "--max-length=5", **where)
         self.assertEqual(status, 1)
         self.assertRegex(err, "got other samples. Use the command of that run")
+        if "--experts" in command:
+            without = [argument for argument in command if argument != "--experts"]
+            status, _, err = self.run_command(*without, "--resume", **where)
+            self.assertEqual(status, 1)
+            self.assertRegex(err, "got no --experts")
 
-        status, out, err = self.run_command(*command, "--resume")
+        status, out, err = self.run_command(*command, "--resume", **where)
         self.assertEqual(status, 0, err)
         self.assertIn(f"Resuming from {self.output}/checkpoint-4.", out)
         self.assertEqual(self.trainers[-1].state.global_step, 7)
         self.check_same_weights(whole, self.output)
 
-        status, out, err = self.run_command(*command, "--resume")
+        status, out, err = self.run_command(*command, "--resume", **where)
         self.assertEqual(status, 0, err)
         self.assertIn("No steps left to train.", out)
         self.check_same_weights(whole, self.output)

@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch
 from parameterized import parameterized
-from scripts.trainer_arms import CONFIGS, TINY
-from transformers import LlamaConfig, Qwen3_5TextConfig
+from scripts.trainer_arms import CONFIGS, EXPERTS, TINY
+from transformers import LlamaConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from transformers_packed.cli import main
 from transformers_packed.cli.options import LONGEST_SAMPLE, parsers
@@ -80,6 +80,18 @@ class WarmupCommandTest(unittest.TestCase):
         ]
         self.assertEqual(stdout.splitlines(), lines)
         self.assertEqual(self.calls[0][1:], (24, 3))
+
+    def test_adapters_of_experts(self):
+        options = "--lora", "--experts", "--row-length", 24, "--max-documents", 2
+        status, _, stderr = self.command(*options)
+        self.assertEqual(status, 1)
+        self.assertIn("warmup: --experts: expected a mixture of experts as --model, got ", stderr)
+        Qwen3_5MoeTextConfig(**TINY, **EXPERTS).save_pretrained(self.path)
+        status, _, stderr = self.command(*options)
+        self.assertEqual(status, 0, stderr)
+        ((model, _, _),) = self.calls
+        adapters = [name for name, _ in model.named_parameters() if "experts" in name and "lora_A" in name]
+        self.assertEqual(len(adapters), 2 * model.config.num_hidden_layers)
 
     @parameterized.expand(
         [

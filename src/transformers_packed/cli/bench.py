@@ -78,10 +78,10 @@ def run(args: argparse.Namespace) -> int:
     bfloat16 = computes_in_bfloat16(args.dtype)
     if args.float8:
         check_float8(bfloat16)
-    config = supported_config(args.model).get_text_config()
+    config = supported_config(args.model, args.experts).get_text_config()
     lengths = choose_lengths(args)
-    names = ("batch_size", "lora", "lora_rank", "float8", "cuda_graphs", "gradient_checkpointing", "attn", "weights")
-    settings = {name: getattr(args, name) for name in (*names, "seconds", "seed")}
+    names = ("batch_size", "lora", "lora_rank", "experts", "float8", "cuda_graphs", "gradient_checkpointing", "attn")
+    settings = {name: getattr(args, name) for name in (*names, "weights", "seconds", "seed")}
     settings |= {"lengths": lengths, "bfloat16": bfloat16}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(

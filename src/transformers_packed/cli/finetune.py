@@ -29,12 +29,14 @@ from transformers import (
 from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import count, input_error
 from ..models.cuda_graphs import graph_length, use_cuda_graphs
-from ..models.families import SIZED, family_of, titles
+from ..models.families import SIZED, family_of, sizes_of, titles
 from ..models.float8 import use_float8
+from ..models.lora import EXPERT_WEIGHTS, adapted_layers
 from ..models.mtp import find_head
 from ..models.mtp_head import check_declared
 from ..models.registry import registered
 from ..models.releases import builds, can_select_checkpoints, checkpointing_argument, use_one_gpu
+from ..models.sizes import Experts
 from ..ops.float8 import MULTIPLE, verify
 from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.configure import configure_packing
@@ -67,7 +69,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     _check_checkpoints(settings)
     # An adapter stores the path of its base model, so the path must be absolute.
     source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
-    config = supported_config(source)
+    config = supported_config(source, settings.experts)
     tokenizer = load_tokenizer("--model", source, settings.trust_remote_code)
     samples = make_samples(
         read_records(settings.data, settings.split, settings.subset), tokenizer, settings.max_length, settings.format
@@ -90,7 +92,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     base, dtype = model.get_base_model() if settings.lora else model, "bfloat16" if bfloat16 else "float32"
     part = "" if config.get_text_config() is config else ", only its language model"
     say(
-        f"{type(base).__name__}{' with LoRA' if settings.lora else ''} from {type(config).__name__}{part}: "
+        f"{type(base).__name__}{_adapters(settings)} from {type(config).__name__}{part}: "
         f"{model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters trained, "
         f"{dtype} on {trainer.args.device}."
     )
@@ -108,6 +110,10 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         raise KeyboardInterrupt(f"at step {trainer.state.global_step}; {left(settings.output)}") from error
     _say_saved(settings)
     return 0
+
+
+def _adapters(settings: Namespace) -> str:
+    return (" with LoRA, on experts too," if settings.experts else " with LoRA") if settings.lora else ""
 
 
 def _say_samples(samples: Samples, settings: Namespace) -> None:
@@ -172,16 +178,20 @@ def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict
         "samples": samples.fingerprint(),
         "lora_rank": settings.lora_rank if settings.lora else None,
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
-        **{name: value for name in ("row_length", "mtp", "mtp_only") if (value := getattr(settings, name))},
+        **{name: value for name in ("row_length", "experts", "mtp", "mtp_only") if (value := getattr(settings, name))},
         **({"sequence_parallel_size": size} if (size := settings.sequence_parallel_size) > 1 else {}),
         **{name: getattr(settings, name) for name in names},
     }
 
 
-def supported_config(source: str) -> PreTrainedConfig:
-    """The configuration of a checkpoint that our causal language models support."""
+def supported_config(source: str, experts: bool = False) -> PreTrainedConfig:
+    """The configuration of a checkpoint that our causal language models support, and that has `experts` if required."""
     with adapter_refused("--model", source):
-        return _supported_config(source)
+        config = _supported_config(source)
+    if experts and not any(isinstance(layer.mlp, Experts) for layer in sizes_of(config).layers):
+        got = f"{source}, a {config.model_type}"
+        raise input_error("a mixture of experts as --model", got, "Remove --experts.", option="--experts")
+    return config
 
 
 def _supported_config(source: str) -> PreTrainedConfig:
@@ -234,7 +244,7 @@ def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedMo
     options = {"dtype": dtype, "attn_implementation": settings.attn, "trust_remote_code": False}
     with registered():
         model = load_weights("--model", source, AutoModelForCausalLM, **options)
-    return with_adapters(model, settings.lora_rank) if settings.lora else model
+    return with_adapters(model, settings) if settings.lora else model
 
 
 def untrained_model(
@@ -250,7 +260,7 @@ def untrained_model(
     dtype = frozen if settings.lora else getattr(torch, settings.weights)
     with registered() if ours else nullcontext(), device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=settings.attn)
-    model = with_adapters(model, settings.lora_rank) if settings.lora else model
+    model = with_adapters(model, settings) if settings.lora else model
     if settings.gradient_checkpointing:
         getattr(model, f"{checkpointing_argument()}_enable")({"use_reentrant": False})
     if ours and settings.float8:
@@ -260,11 +270,17 @@ def untrained_model(
     return model
 
 
-def with_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:
-    """Add LoRA adapters to all linear layers."""
+def with_adapters(model: PreTrainedModel, settings: Namespace) -> PreTrainedModel:
+    """Add LoRA adapters to all linear layers, and to the experts if requested."""
     from peft import LoraConfig, get_peft_model
 
-    adapters = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    adapters = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=settings.lora_rank,
+        lora_alpha=2 * settings.lora_rank,
+        target_modules=sorted({name.rpartition(".")[2] for name in adapted_layers(model)}),
+        target_parameters=list(EXPERT_WEIGHTS) if settings.experts else None,
+    )
     return get_peft_model(model, adapters)
 
 

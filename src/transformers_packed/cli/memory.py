@@ -21,7 +21,7 @@ def add_parser(subparsers) -> Parser:
     add("--row-length", type=row_length, required=True, metavar="N", help="tokens per row")
     weights = "dtype of parameters, gradients and AdamW moments; with --lora of the frozen parameters"
     add("--weights", choices=("bfloat16", "float32"), default="bfloat16", help=weights)
-    parser.add_lora("train LoRA adapters on all linear layers instead of all parameters")
+    parser.add_lora("train LoRA adapters on all linear layers instead of all parameters", experts=False)
     parser.add_shared("--trust-remote-code")
     return parser
 

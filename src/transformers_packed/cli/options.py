@@ -54,16 +54,23 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{flag} needs {other}: {why}")
         if "lora_rank" in given:
             namespace.lora_rank = namespace.lora_rank or _LORA_RANK
+            if given.get("experts") and namespace.lora_rank > EXPERT_RANK:
+                self.error(f"--lora-rank of at most {EXPERT_RANK} with --experts, got {namespace.lora_rank}")
         return namespace, unknown
 
     def add_count(self, flag: str, help: str, default: int | None = None) -> None:
         """Add an option for a positive integer."""
         self.add_argument(flag, type=positive_int, default=default, metavar="N", help=help)
 
-    def add_lora(self, help: str = "train only LoRA adapters, on all linear layers (needs peft)") -> None:
-        """Add `--lora` and `--lora-rank`, which is refused without the first."""
+    def add_lora(
+        self, help: str = "train only LoRA adapters, on all linear layers (needs peft)", *, experts=True
+    ) -> None:
+        """Add `--lora`, and `--lora-rank` and `--experts`, which are refused without the first."""
         self.add_argument("--lora", action="store_true", help=help)
         self.add_count("--lora-rank", f"rank of the adapters; alpha is twice the rank (default: {_LORA_RANK})")
+        if experts:
+            also = f"adapters on the experts of a mixture too, of a rank up to {EXPERT_RANK}"
+            self.add_argument("--experts", action="store_true", help=also)
 
     def add_shared(self, *flags: str) -> None:
         """Add some of the options in `_SHARED`."""
@@ -141,9 +148,12 @@ _ALONE = r"(?<![\w./`'-])"
 LONGEST_SAMPLE = 2048
 SAMPLES = 8
 _LORA_RANK = 16
+# The highest rank of adapters that the op of experts computes (ops/moe.py). PEFT would copy all experts in each forward.
+EXPERT_RANK = 64
 # Options without effect unless another one is given, and the reason.
 _NEEDS = {
     "--lora-rank": ("--lora", "without it, all parameters are trained"),
+    "--experts": ("--lora", "without it, experts are trained as all parameters are"),
     "--offload": ("--gradient-checkpointing", "without it, there are no checkpoints"),
     "--every-n-layers": ("--gradient-checkpointing", "without it, all layers keep their activations"),
 }

@@ -117,6 +117,8 @@ class Family:
             The parts of the stock module that classes of this package use.
         experts (`str`, *optional*):
             The stock class of a mixture's experts, which this package's op computes.
+        taken_for_experts (`tuple[str]`, *optional*):
+            The names of linear layers that PEFT takes for weights of experts, because checkpoints name them so.
         sensitive (`tuple[str]`, *optional*):
             The names of linear layers whose errors grow along a document, so they stay in full precision.
         takes_images (`bool`, *optional*, defaults to `False`):
@@ -140,6 +142,7 @@ class Family:
     releases: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     experts: str = ""
+    taken_for_experts: tuple[str, ...] = ()
     sensitive: tuple[str, ...] = ()
     takes_images: bool = False
     rule: str = "gated_delta_rule"

@@ -2,7 +2,7 @@
 
 PEFT keeps the adapters, their configuration, loading, saving and merging. Only the forward of a plain LoRA layer is
 replaced. Everything else runs PEFT's own forward: variants such as DoRA, other tuners, and layers with hooks.
-[`adapters_of`] gives the reason.
+[`adapters_of`] gives the reason. [`adapted_layers`] and [`EXPERT_WEIGHTS`] are where the commands put adapters.
 """
 
 import sys
@@ -11,8 +11,26 @@ from typing import Any
 import torch
 
 from ..ops.terms import Adapter
+from .families import family_of
 from .releases import has_swapped_features
 from .untouched import is_bare_linear, is_untouched
+
+
+# The weights of a mixture's experts, for `target_parameters`.
+EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def adapted_layers(model: Any) -> dict[str, torch.nn.Linear]:
+    """Return the linear layers for adapters of a model, by name: all but the head and those that PEFT takes for experts.
+
+    PEFT's "all-linear" is on the experts and the router of some families too, or not, by release.
+    """
+    head, taken = model.get_output_embeddings(), family_of(model.config.get_text_config()).taken_for_experts
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear) and layer is not head and name.rpartition(".")[2] not in taken
+    }
 
 
 def lora_class(module: str, name: str) -> type | None:

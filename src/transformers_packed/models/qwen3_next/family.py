@@ -17,6 +17,8 @@ QWEN3_NEXT = Family(
         "eager_attention_forward",
     ),
     experts="Qwen3NextExperts",
+    # Those of the shared expert.
+    taken_for_experts=("gate_proj", "up_proj", "down_proj"),
     # The projection to the decay and the write strength of the delta rule, and the gate of the shared expert.
     sensitive=("in_proj_ba", "shared_expert_gate"),
     implies_head=True,
