@@ -221,7 +221,7 @@ def tiny_model(family: str, attn_implementation: str | None = None, **options) -
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or "dt_bias" in name:
+            if "norm" in name or "dt_bias" in name or "ple.conv1d" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

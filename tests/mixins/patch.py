@@ -4,6 +4,7 @@ import copy
 import unittest
 
 import torch
+from common.families import tiny_model
 from mixins.model import alone, packed_batch, relative_error, total_relative_error
 from mixins.vision import TEXT, vision_config
 from transformers import (
@@ -20,6 +21,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as builtin_qwen3_
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from transformers_packed import patch_model
+from transformers_packed.models.families import OWN
 from transformers_packed.models.registry import check_patch
 from transformers_packed.models.replacements import FAST_PATHS, REPLACEMENTS
 
@@ -41,11 +43,15 @@ COMPOSITE = {
     "qwen3_5_moe": Qwen3_5MoeConfig(**vision_config({**TEXT, **EXPERTS, **OPTIONS}), **OPTIONS),
 }
 BUILTINS = {"qwen3_next": builtin_qwen3_next, "qwen3_5": builtin_qwen3_5, "qwen3_5_moe": builtin_qwen3_5_moe}
+# The other families with classes of this package, of which `builtin_model` builds a causal language model.
+OTHERS = tuple(family.name for family in OWN if family.name not in CONFIGS)
 LENGTHS = (1, 5, 64, 70)
 
 
 def builtin_model(family: str = "qwen3_5", head: str | None = None, config=None) -> torch.nn.Module:
     """Build a model of the stock class with random norms and biases."""
+    if family in OTHERS:
+        return tiny_model(family)
     set_seed(0)
     if head is None:
         head = {"qwen3_next": "Qwen3Next", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family] + "ForCausalLM"

@@ -29,7 +29,7 @@ from mixins.lora import (
     tuner,
 )
 from mixins.model import packed_batch, padded_batch, relative_error, total_relative_error
-from mixins.patch import builtin_model
+from mixins.patch import OTHERS, builtin_model
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 from peft import get_peft_model
@@ -49,13 +49,15 @@ class AllLinearTest(TorchFormsTestCase):
         ours = patch_model(copy.deepcopy(builtin))
         with mock.patch.object(projections, "fused_linears", wraps=projections.fused_linears) as shared:
             fused, called, (_, _, gradients) = self.check_equal(builtin, ours, documents(name))
-        adapted = {path for path, module in ours.named_modules() if isinstance(module, LoraLayer)}
+        modules = ((path, module) for path, module in ours.named_modules() if "indexer" not in path)
+        adapted = {path for path, module in modules if isinstance(module, LoraLayer)}
         # PEFT adapts the experts of Qwen3-Next too, as parameters.
         self.assertEqual(fused, {path for path in adapted if fusible(path) or "experts" in path})
         self.assertEqual(called, adapted - fused)
-        # One call for each mixer, and one for each MLP.
-        blocks = {path.rpartition(".")[0] for path, _ in ours.named_modules() if fusible(path)}
-        self.assertEqual(shared.call_count, len(blocks))
+        if name not in OTHERS:
+            # One call for each mixer, and one for each MLP.
+            blocks = {path.rpartition(".")[0] for path, _ in ours.named_modules() if fusible(path)}
+            self.assertEqual(shared.call_count, len(blocks))
         self.assertTrue(gradients and all("lora_" in path for path in gradients))
         # Frozen weights have no gradient.
         for path, parameter in ours.named_parameters():

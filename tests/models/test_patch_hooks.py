@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from common.families import tiny_model
 from common.releases import STOCK_REFUSAL
 from mixins.model import alone, packed_batch, relative_error
-from mixins.patch import BUILTINS, COMPOSITE, PatchTestCase, builtin_model, documents, ours, snapshot
+from mixins.patch import BUILTINS, COMPOSITE, OTHERS, PatchTestCase, builtin_model, documents, ours, snapshot
 from parameterized import parameterized
 from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -47,7 +47,8 @@ class Counter(ModelHook):
 
 
 def linear_attention(model) -> torch.nn.Module:
-    return next(module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet"))
+    names = ("GatedDeltaNet", "DeltaAttention")
+    return next(module for module in model.modules() if type(module).__name__.endswith(names))
 
 
 class HooksTest(PatchTestCase):
@@ -57,7 +58,7 @@ class HooksTest(PatchTestCase):
         logits, hooks = expected[0], [vars(module).get("_hf_hook") for module in model.modules()]
         before = snapshot(model)
         patch_model(model)
-        self.check_packed_is_alone(model, expected)
+        self.check_packed_is_alone(model, expected, 5e-6)
         self.assertEqual([vars(module).get("_hf_hook") for module in model.modules()], hooks)
         self.assertEqual(snapshot(model)["attributes"], before["attributes"])
         for module in model.modules():
@@ -85,8 +86,9 @@ class HooksTest(PatchTestCase):
         self.assertIn("_old_forward", vars(model))
         self.check_there_and_back(model, self.expected(model))
 
-    def test_hooks_on_every_module(self):
-        model = builtin_model()
+    @parameterized.expand(["qwen3_5", *OTHERS])
+    def test_hooks_on_every_module(self, family):
+        model = builtin_model(family)
         counters = {}
         for name, module in model.named_modules():
             add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
@@ -97,7 +99,8 @@ class HooksTest(PatchTestCase):
         for counter in counters.values():
             counter.before = counter.after = 0
         model(**packed_batch(documents()))
-        for name in ("", "model", "model.layers.0", "model.layers.0.linear_attn", "model.layers.1.self_attn"):
+        mixers = [name for name, module in model.named_modules() if module is linear_attention(model)]
+        for name in ("", "model", "model.layers.0", *mixers, "model.layers.1.self_attn"):
             self.assertEqual((counters[name].before, counters[name].after), (1, 1), name)
 
     def test_cpu_offload(self):
@@ -171,8 +174,9 @@ class ProcessGroupTest(PatchTestCase):
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         self.addCleanup(distributed.destroy_process_group)
 
-    def test_distributed_data_parallel(self):
-        model = builtin_model()
+    @parameterized.expand(["qwen3_5", *OTHERS])
+    def test_distributed_data_parallel(self, family):
+        model = builtin_model(family)
         expected = self.expected(model)
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         self.assertIs(patch_model(wrapped), wrapped)
@@ -182,16 +186,20 @@ class ProcessGroupTest(PatchTestCase):
             self.assertLess(relative_error(grad, expected[2][name]), 1e-4, name)
         self.assertEqual(ours(unpatch_model(wrapped)), set())
 
-    @parameterized.expand([("whole", True), ("layers", False)])
-    def test_fully_shard(self, _, whole):
+    @parameterized.expand(
+        [("qwen3_5", True), ("qwen3_5", False), *((family, whole) for family in OTHERS for whole in (True, False))]
+    )
+    def test_fully_shard(self, family, whole):
         def shard(model):
             mesh = distributed.init_device_mesh("cpu", (1,))
             for module in [linear_attention(model), *model.model.layers, model] if whole else model.model.layers:
                 distributed.fsdp.fully_shard(module, mesh=mesh)
             return model
 
-        self.assert_refused(patch_model, shard(builtin_model()), "under FSDP .* Convert the model before sharding")
-        model = builtin_model()
+        self.assert_refused(
+            patch_model, shard(builtin_model(family)), "under FSDP .* Convert the model before sharding"
+        )
+        model = builtin_model(family)
         logits, _ = alone(model, documents())
         shard(patch_model(model))
         self.assertIs(patch_model(model), model)

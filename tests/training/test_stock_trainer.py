@@ -4,11 +4,16 @@ import unittest
 import torch
 from mixins.model import relative_error, total_relative_error
 from mixins.padding import computed_tokens
+from mixins.patch import OTHERS
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS, Samples, build_trainer, run_in_two_processes, train
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
+
+
+# Of the updates of some families, which magnify rounding.
+BARS = {"qwen3_next_moe": 1e-4, **dict.fromkeys(OTHERS, 1e-5)}
 
 
 class TrainerTest(unittest.TestCase):
@@ -30,10 +35,11 @@ class TrainerTest(unittest.TestCase):
         """20 steps of SGD with accumulation over unequal rows. The loss is a mean over the tokens of a step."""
         *padded, _ = train("padded", family, self.directory)
         *packed, trainer = train("packed", family, self.directory)
-        self.check_same_training(padded, packed, bar=1e-4 if family.endswith("moe") else 1e-6)
+        self.check_same_training(padded, packed, bar=BARS.get(family, 1e-6))
         self.assertTrue(trainer.model_accepts_loss_kwargs)
         for name, update in packed[0].items():
-            self.assertGreater(update.abs().max(), 0, name)
+            # The choices of an indexer have no gradient.
+            self.assertEqual(bool(update.any()), "indexer" not in name, name)
 
     @parameterized.expand([(True,), (False,)])
     def test_gradient_checkpointing(self, use_reentrant):
@@ -128,11 +134,11 @@ class TrainerTest(unittest.TestCase):
         trainer.train()
         self.assertEqual(trainer.state.global_step, 1)
 
-    @parameterized.expand(["qwen3_5", "qwen3_next"])
+    @parameterized.expand(["qwen3_5", "qwen3_next", *OTHERS])
     def test_two_processes(self, family):
         results = {}
         for arm in ("padded", "packed"):
             output = f"{self.directory}/{arm}.pt"
             _, results[arm] = run_in_two_processes(self, "trainer_arms.py", arm, family, output)
         padded, packed = ((results[arm]["updates"], results[arm]["losses"]) for arm in ("padded", "packed"))
-        self.check_same_training(padded, packed)
+        self.check_same_training(padded, packed, bar=BARS.get(family, 1e-6))

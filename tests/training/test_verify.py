@@ -10,6 +10,7 @@ import torch
 from common.records import MARKED, assistant, make_tokenizer, user
 from common.trl_trainers import HAS_TRL, SGD, build_model
 from mixins.configure import ConfigureTestCase, llama, said
+from mixins.patch import OTHERS
 from parameterized import parameterized
 from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded
@@ -279,7 +280,7 @@ class QuietTest(VerifyTestCase):
             set_loss_normalization(trainer, "sample")
         self.check_quiet(trainer, **options)
 
-    @parameterized.expand(["qwen3_next_moe", "lfm2", "gpt_oss"])
+    @parameterized.expand(["qwen3_next_moe", "lfm2", "gpt_oss", *OTHERS])
     def test_other_models(self, kind):
         config = CONFIGS[kind]() if kind in CONFIGS else tiny_config(kind)
         config.output_router_logits = kind == "qwen3_next_moe"
