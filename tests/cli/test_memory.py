@@ -8,10 +8,12 @@ from pathlib import Path
 
 from common.sizes import SIZE_4B
 from parameterized import parameterized
-from transformers import Qwen3_5TextConfig
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from transformers_packed.cli import main
+from transformers_packed.cli.options import EXPERT_RANK
 from transformers_packed.data.planning.memory import plan_sequence_parallel
+from transformers_packed.models.memory import EXPERT_RANKS
 
 
 class MemoryCommandTest(unittest.TestCase):
@@ -49,6 +51,21 @@ class MemoryCommandTest(unittest.TestCase):
             expected = f"{plan_sequence_parallel(self.config, 2**14, 1, 80, lora_rank=rank).summary()}\n"
             self.assertEqual(self.command("memory", *options, *given), (0, expected, ""))
 
+    def test_lora_of_experts(self):
+        options = ("--model", self.path, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1, "--lora")
+        for given, name in ((("--experts",), "--experts"), (("--expert-weights", "nf4"), "--expert-weights")):
+            status, stdout, stderr = self.command("memory", *options, *given)
+            self.assertEqual((status, stdout), (1, ""))
+            message = f"expected a mixture of experts, with {name}, got qwen3_5_text. Leave {name} out."
+            self.assertEqual(stderr, f"transformers-packed memory: {message}\n")
+        self.assertEqual(EXPERT_RANKS[1], EXPERT_RANK)
+        config = Qwen3_5MoeTextConfig(num_hidden_layers=4)
+        config.save_pretrained(self.path)
+        options += ("--experts", "--lora-rank", 8, "--expert-weights", "nf4-double")
+        given = {"lora_rank": 8, "lora_experts": True, "expert_weights": "nf4-double"}
+        expected = f"{plan_sequence_parallel(config, 2**14, 1, 80, **given).summary()}\n"
+        self.assertEqual(self.command("memory", *options), (0, expected, ""))
+
     def test_what_cannot_be_is_an_error(self):
         gpus = ("--row-length", 2**20, "--gpus", 2)
         fits = (*gpus, "--model", self.path, "--gpu-memory", 24)
@@ -56,6 +73,7 @@ class MemoryCommandTest(unittest.TestCase):
             (fits, 1, "GiB per GPU"),
             ((*gpus, "--model", self.path / "missing", "--gpu-memory", 24), 1, "missing"),
             (gpus, 2, "arguments are required: --model, --gpu-memory"),
+            ((*fits, "--expert-weights", "nf4"), 2, "--expert-weights needs --lora"),
             ((*fits, "--seed", 3), 2, "unrecognized arguments: --seed"),
             ((*fits, "--data", "x"), 2, "unrecognized arguments: --data"),
         ):

@@ -5,6 +5,12 @@ import argparse
 from .options import Parser, positive_float, positive_int, row_length
 
 
+_EXAMPLES = """\
+transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 8 --gpu-memory 80 --row-length 1048576
+transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 141 --row-length 16384 --lora --experts
+"""
+
+
 def add_parser(subparsers) -> Parser:
     """Declare the command and its options."""
     parser = subparsers.add_parser(
@@ -12,7 +18,7 @@ def add_parser(subparsers) -> Parser:
         help="compute how many GPUs must share a packed row",
         description="Compute how many GPUs must share a row of --row-length tokens to train --model with AdamW under "
         "FSDP2, and how much data they exchange.",
-        examples="transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 8 --gpu-memory 80 --row-length 1048576",
+        examples=_EXAMPLES,
     )
     add = parser.add_argument
     add("--model", required=True, metavar="PATH|NAME", help="checkpoint or config.json")
@@ -21,7 +27,9 @@ def add_parser(subparsers) -> Parser:
     add("--row-length", type=row_length, required=True, metavar="N", help="tokens per row")
     weights = "dtype of parameters, gradients and AdamW moments; with --lora of the frozen parameters"
     add("--weights", choices=("bfloat16", "float32"), default="bfloat16", help=weights)
-    parser.add_lora("train LoRA adapters on all linear layers instead of all parameters", experts=False)
+    parser.add_lora("train LoRA adapters on all linear layers instead of all parameters")
+    experts = "storage of frozen experts; nf4-double is with double quantization (default: that of --weights)"
+    add("--expert-weights", choices=("float8", "nf4", "nf4-double"), help=experts)
     parser.add_shared("--trust-remote-code")
     return parser
 
@@ -34,7 +42,14 @@ def run(args: argparse.Namespace) -> int:
     config = load_config("--model", args.model, args.trust_remote_code)
     rank = args.lora_rank if args.lora else 0
     plan = plan_sequence_parallel(
-        config, args.row_length, args.gpus, args.gpu_memory, weights=args.weights, lora_rank=rank
+        config,
+        args.row_length,
+        args.gpus,
+        args.gpu_memory,
+        weights=args.weights,
+        lora_rank=rank,
+        lora_experts=args.experts,
+        expert_weights=args.expert_weights,
     )
     print(plan.summary())
     return 0

@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{flag} needs {other}: {why}")
         if "lora_rank" in given:
             namespace.lora_rank = namespace.lora_rank or _LORA_RANK
-            if given.get("experts") and namespace.lora_rank > EXPERT_RANK:
+            if namespace.experts and namespace.lora_rank > EXPERT_RANK:
                 self.error(f"--lora-rank of at most {EXPERT_RANK} with --experts, got {namespace.lora_rank}")
         return namespace, unknown
 
@@ -62,15 +62,12 @@ class Parser(argparse.ArgumentParser):
         """Add an option for a positive integer."""
         self.add_argument(flag, type=positive_int, default=default, metavar="N", help=help)
 
-    def add_lora(
-        self, help: str = "train only LoRA adapters, on all linear layers (needs peft)", *, experts=True
-    ) -> None:
+    def add_lora(self, help: str = "train only LoRA adapters, on all linear layers (needs peft)") -> None:
         """Add `--lora`, and `--lora-rank` and `--experts`, which are refused without the first."""
         self.add_argument("--lora", action="store_true", help=help)
         self.add_count("--lora-rank", f"rank of the adapters; alpha is twice the rank (default: {_LORA_RANK})")
-        if experts:
-            also = f"adapters on the experts of a mixture too, of a rank up to {EXPERT_RANK}"
-            self.add_argument("--experts", action="store_true", help=also)
+        experts = f"adapters on the experts of a mixture too, of a rank up to {EXPERT_RANK}"
+        self.add_argument("--experts", action="store_true", help=experts)
 
     def add_shared(self, *flags: str) -> None:
         """Add some of the options in `_SHARED`."""
@@ -141,7 +138,7 @@ def output_file(text: str) -> Path:
 
 
 # Arguments of the library that options set under another name.
-_ARGUMENTS = {"max_length": "--row-length", "attn_implementation": "--attn"}
+_ARGUMENTS = {"max_length": "--row-length", "attn_implementation": "--attn", "lora_experts": "--experts"}
 # Nothing before a name, so that parts of paths stay.
 _ALONE = r"(?<![\w./`'-])"
 # Of `train`: tokens of a sample, and samples of a row.
@@ -154,6 +151,7 @@ EXPERT_RANK = 64
 _NEEDS = {
     "--lora-rank": ("--lora", "without it, all parameters are trained"),
     "--experts": ("--lora", "without it, experts are trained as all parameters are"),
+    "--expert-weights": ("--lora", "without it, experts are trained"),
     "--offload": ("--gradient-checkpointing", "without it, there are no checkpoints"),
     "--every-n-layers": ("--gradient-checkpointing", "without it, all layers keep their activations"),
 }

@@ -4,6 +4,8 @@ docs/explained/memory.md has the formulas and compares them with measurements. B
 in bfloat16.
 """
 
+from dataclasses import dataclass
+
 from ..boundaries import CHUNK_SIZE as RULE_CHUNK_SIZE
 from ..ops.cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE
 from ..ops.recipes import WORTH_RECOMPUTING
@@ -13,6 +15,29 @@ from .sizes import Attention, DeltaRule, Experts, Layer, Sizes
 
 # Bytes per value.
 HALF, FULL = 2, 4
+# The kernels of ops/moe.py fill the rank of experts' adapters up to a power of two from the first one to the second one.
+EXPERT_RANKS = 16, 64
+
+
+@dataclass(frozen=True)
+class Lora:
+    """LoRA adapters of a rank on all linear layers, and with `experts` on experts. Without a rank, all is trained.
+
+    `expert_width` is the size of a frozen expert's weight in bytes, if it differs from that of other weights.
+    """
+
+    rank: int = 0
+    experts: bool = False
+    expert_width: float | None = None
+
+    @property
+    def expert_columns(self) -> int:
+        """The columns of the products with the first matrices of experts' adapters, 0 without them."""
+        return max(EXPERT_RANKS[0], 1 << (self.rank - 1).bit_length()) if self.rank and self.experts else 0
+
+
+# Full fine-tuning.
+ALL_TRAINED = Lora()
 
 
 def loss_memory(sizes: Sizes, tokens: int, frozen: bool = False) -> float:
@@ -27,7 +52,7 @@ def loss_memory(sizes: Sizes, tokens: int, frozen: bool = False) -> float:
 
 
 def layer_memory(
-    sizes: Sizes, layer: Layer, max_length: int, size: int, attention: str | None, lora_rank: int = 0
+    sizes: Sizes, layer: Layer, max_length: int, size: int, attention: str | None, lora: Lora = ALL_TRAINED
 ) -> tuple[float, float]:
     """Bytes that a layer saves for backward on one GPU, and the peak of additional bytes in this backward."""
     tokens, hidden, whole_row = -(-max_length // size), sizes.hidden, 0
@@ -37,19 +62,20 @@ def layer_memory(
         gathers = size > 1 and way_of_attention(layer.mixer, size, attention) == "gather"
         kept, made = _of_attention(layer.mixer, size, gathers)
         whole_row = (max_length - tokens) * 2 * layer.mixer.kv_heads * layer.mixer.dim if gathers else 0
-    mlp_kept, mlp_made = _of_mlp(layer.mlp, hidden, lora_rank > 0)
+    mlp_kept, mlp_made = _of_mlp(layer.mlp, hidden, lora)
     # The input of the layer, the outputs of its two norms, and the input of the second norm.
     kept += 4 * hidden + mlp_kept
-    if lora_rank:
-        # The product of each adapter's first matrix: those of the mixer, and of gate, up and down.
-        kept += lora_rank * (layer.mixer.linear_layers + 3)
+    if lora.rank:
+        # The product of each adapter's first matrix: those of the mixer, and of the MLP or the shared expert.
+        kept += lora.rank * (layer.mixer.linear_layers + layer.mlp_linear_layers)
         # Only adapters need the outputs of the norms, and the backward computes long ones again: that of the MLP before
-        # and after its peak.
+        # and after its peak. Experts save theirs.
         if tokens * hidden >= WORTH_RECOMPUTING:
-            kept, made = kept - 2 * hidden, made + hidden
+            kept, made = kept - (1 if isinstance(layer.mlp, Experts) else 2) * hidden, made + hidden
     # The backward of the MLP comes first, with the gradient of the layer's output. It then frees the MLP's
     # activations.
-    return HALF * (tokens * kept + whole_row), HALF * tokens * max(hidden + mlp_made, made - mlp_kept)
+    mlp = HALF * tokens * (hidden + mlp_made) + _copies(layer.mlp, hidden, lora)
+    return HALF * (tokens * kept + whole_row), max(mlp, HALF * tokens * (made - mlp_kept))
 
 
 def _of_delta_rule(rule: DeltaRule) -> tuple[int, int]:
@@ -75,16 +101,29 @@ def _of_attention(attention: Attention, size: int, gathers: bool) -> tuple[int, 
     return kept, 7 * query + 2 * attention.kv_heads * attention.dim
 
 
-def _of_mlp(mlp: int | Experts, hidden: int, frozen: bool) -> tuple[int, int]:
+def _of_mlp(mlp: int | Experts, hidden: int, lora: Lora) -> tuple[int, int]:
     """Values per token that an MLP or a mixture keeps, and makes in backward."""
     if isinstance(mlp, int):
         # Frozen weights need no more than the gradients of gate and up.
-        return 2 * mlp, (2 if frozen else 4) * mlp
+        return 2 * mlp, (2 if lora.rank else 4) * mlp
     # The logits of the router; for each choice the outputs of gate and up, the weight, and two indices in int64; gate and
     # up of the shared expert, and its output. The backward copies the gradients of the chosen rows, and adds those of gate,
-    # up and their product.
-    kept = mlp.number + mlp.chosen * (2 * mlp.width + 9) + 2 * mlp.shared + hidden
-    return kept, mlp.chosen * (3 * mlp.width + hidden) + 4 * mlp.shared
+    # up and their product. Each adapter has the product with its first matrix, and the backward that of the gradient and
+    # a copy with weights.
+    low = 2 * lora.expert_columns
+    kept = mlp.number + mlp.chosen * (2 * mlp.width + 9 + low) + 2 * mlp.shared + hidden
+    return kept, mlp.chosen * (3 * mlp.width + hidden + low) + 4 * mlp.shared
+
+
+def _copies(mlp: int | Experts, hidden: int, lora: Lora) -> int:
+    """Bytes of the copies of weights that the backward of a mixture makes, whatever the number of tokens."""
+    if isinstance(mlp, int):
+        return 0
+    # Of adapters all matrices in bfloat16, and the gradient of the largest one in bfloat16 and twice in float32.
+    largest = max(hidden, 2 * mlp.width)
+    adapters = lora.expert_columns * (HALF * (2 * hidden + 3 * mlp.width) + (HALF + 2 * FULL) * largest)
+    # Of quantized experts the larger weight.
+    return mlp.number * (adapters + (HALF * 2 * mlp.width * hidden if lora.expert_width else 0))
 
 
 def way_of_attention(layer: Attention, size: int, wanted: str | None) -> str:

@@ -50,10 +50,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class Layer:
-    """The parts of a layer. `mlp` is the width of an MLP, or a mixture."""
+    """The parts of a layer. `mlp` is the width of an MLP, or a mixture, with so many linear layers for adapters."""
 
     mixer: Attention | DeltaRule
     mlp: int | Experts
+    mlp_linear_layers: int = 3
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,11 @@ class Sizes:
         return self.delta_rule.key_heads, self.delta_rule.heads
 
 
-def hybrid_sizes(text: PreTrainedConfig, linear_layers: int) -> Sizes:
-    """Read the sizes of a hybrid of gated delta rule and full attention, with so many linear layers per delta rule."""
+def hybrid_sizes(text: PreTrainedConfig, linear_layers: int, mlp_linear_layers: int = 3) -> Sizes:
+    """Read the sizes of a hybrid of gated delta rule and full attention, with so many linear layers for adapters.
+
+    `linear_layers` are those of a delta rule, and `mlp_linear_layers` those of an MLP or a shared expert without its gate.
+    """
     attention = Attention(text.num_attention_heads, text.num_key_value_heads, text.head_dim)
     delta_rule = DeltaRule(
         key_heads=text.linear_num_key_heads,
@@ -89,8 +93,12 @@ def hybrid_sizes(text: PreTrainedConfig, linear_layers: int) -> Sizes:
         linear_layers=linear_layers,
     )
     mixers: dict[str, Attention | DeltaRule] = {"linear_attention": delta_rule, "full_attention": attention}
-    layers = [Layer(mixers[kind], _mlp(text, number)) for number, kind in enumerate(text.layer_types)]
-    return Sizes(text.hidden_size, text.vocab_size, attention, delta_rule, tuple(layers))
+    mlps = [_mlp(text, number) for number in range(len(text.layer_types))]
+    layers = tuple(
+        Layer(mixers[kind], mlp, mlp_linear_layers + isinstance(mlp, Experts))
+        for kind, mlp in zip(text.layer_types, mlps, strict=True)
+    )
+    return Sizes(text.hidden_size, text.vocab_size, attention, delta_rule, layers)
 
 
 def _mlp(text: PreTrainedConfig, number: int) -> int | Experts:

@@ -3,14 +3,18 @@
 import contextlib
 import json
 import unittest
+from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
 import peft
 import torch
 import torch.distributed as dist
+from common.fused import saved_in
 from common.processes import EXPERTS, run_once
 from common.sizes import SIZE_4B
+from mixins.triton import InterpretedKernelsTest
 from mixins.vision import TEXT, vision_config
 from parameterized import parameterized
 from transformers import (
@@ -24,8 +28,10 @@ from transformers import (
     set_seed,
 )
 
-from transformers_packed import DataCollatorWithFlattening
+from transformers_packed import DataCollatorWithFlattening, registered
+from transformers_packed.cli.finetune import with_adapters
 from transformers_packed.data.planning.memory import (
+    EXPERT_WIDTHS,
     Parameters,
     checkpointed_layers,
     exchanges,
@@ -34,10 +40,12 @@ from transformers_packed.data.planning.memory import (
     step_memory,
 )
 from transformers_packed.models.families import sizes_of
-from transformers_packed.models.memory import layer_memory, loss_memory
+from transformers_packed.models.memory import Lora, layer_memory, loss_memory
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers_packed.models.releases import can_select_checkpoints
+from transformers_packed.ops import experts
+from transformers_packed.ops.terms import Adapter
 from transformers_packed.parallel import SequenceParallel, shard_batch
 
 
@@ -56,6 +64,8 @@ SIZES = {
     "4B": SIZE_4B,
     "9B": {},
 }
+# Models with their configurations. Experts have adapters too.
+MIXTURES = {"35B-A3B, 8 layers": Qwen3_5MoeTextConfig(num_hidden_layers=8)}
 SMALL = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 # Model and methods.
 EXCHANGES = {
@@ -131,6 +141,10 @@ def measured_on_gpus():
         if "ours+lora" in run["arms"] and "ours+graphs+lora" not in run["arms"]:
             checkpoints = WITH if run["checkpointing"] else "without"
             yield run["model"], run["tokens"], 1, checkpoints, 16, run["arms"]["ours+lora"]["peak_GiB"]
+    for run in json.loads((results / "moe.json").read_text())["runs"]:
+        for arm, found in run["arms"].items():
+            if arm == "ours+lora":
+                yield f"{run['model']}, {run['layers']} layers", run["tokens"], 1, "without", 16, found["peak_GiB"]
     for name in ("sequence_parallel", "long_documents"):
         for run in json.loads((results / f"{name}.json").read_text())["runs"]:
             peaks = {}
@@ -145,13 +159,14 @@ def measured_on_gpus():
 
 def expected_peak(model, max_length, size, checkpoints, lora_rank):
     """Compute GiB by the formulas if gradients exist only after a layer's backward: at the loss, or in some layer."""
-    config = Qwen3_5TextConfig(**SIZES[model])
+    config = MIXTURES[model] if model in MIXTURES else Qwen3_5TextConfig(**SIZES[model])
+    lora = Lora(lora_rank, model in MIXTURES)
     parameters, layers, tokens = Parameters.of(config), config.num_hidden_layers, max_length // size
     sizes, offload = sizes_of(config), checkpoints == OFFLOAD
     every = int(checkpoints != "without")
     chosen = checkpointed_layers(config, every)
-    need = step_memory(sizes, parameters, max_length, size, 1, 2, chosen, offload, None, lora_rank)
-    layer = [layer_memory(sizes, one, max_length, size, None, lora_rank) for one in sizes.layers]
+    need = step_memory(sizes, parameters, max_length, size, 1, 2, chosen, offload, None, lora)
+    layer = [layer_memory(sizes, one, max_length, size, None, lora) for one in sizes.layers]
     kept = [bytes_kept for bytes_kept, _ in layer]
     peaks, given = [need.saved + loss_memory(sizes, tokens, lora_rank > 0)], 2 * config.hidden_size * tokens
     for number in range(layers):
@@ -159,7 +174,7 @@ def expected_peak(model, max_length, size, checkpoints, lora_rank):
         gradients = 2 * (parameters.root + (layers - 1 - number) * (parameters.total - parameters.root) / layers)
         if lora_rank:
             gradients = need.gradients * (layers - 1 - number) / layers
-        before = min(number, on_gpu(lora_rank) - 1) if offload else number
+        before = min(number, on_gpu(lora) - 1) if offload else number
         saved = before * given + kept[number] if every else sum(kept[: number + 1])
         peaks.append(gradients + saved + layer[number][1])
     return (need.weights + max(peaks)) / GIB
@@ -173,13 +188,14 @@ class FormulaeTest(unittest.TestCase):
             bar = 0.05 if rank else 0.035
             self.assertLess(abs(expected / measured - 1), bar, (model, tokens, size, checkpoints))
             figures = f"{measured:.2f} GiB | {expected:.2f} GiB | {100 * (expected / measured - 1):+.1f} %"
-            shape = f"{model}{', LoRA' if rank else ''}"
+            shape = f"{model}{', LoRA' if rank else ''}{' of experts too' if model in MIXTURES else ''}"
             row = f"| {shape} | {tokens:,} | {size} | {checkpoints} | {figures} |"
             self.assertTrue(row in page, row)
             found.add((shape, size, checkpoints))
         for shape in ("4B", "4B, LoRA"):
             self.assertGreaterEqual(found, {(shape, 1, "without"), (shape, 1, WITH)})
         self.assertGreaterEqual(found, {("4B", 2, WITH), ("9B", 1, "without"), ("9B, LoRA", 2, OFFLOAD)})
+        self.assertIn(("35B-A3B, 8 layers, LoRA of experts too", 1, "without"), found)
 
     @parameterized.expand([(f"{case}, {size}", case, size) for case, (_, _, s) in EXCHANGES.items() for size in s])
     def test_counts_what_is_exchanged(self, _, case, size):
@@ -195,7 +211,7 @@ class FormulaeTest(unittest.TestCase):
         blocks = sum(p.numel() for p in model.model.visual.blocks.parameters())
         total = model.num_parameters()
         found = Parameters.of(config)
-        self.assertEqual(found, Parameters(total, total - sum(layers) - blocks, max(layers), found.adapters))
+        self.assertEqual(found, Parameters(total, total - sum(layers) - blocks, max(layers), 0, found.adapters, 0))
 
     @parameterized.expand(
         [
@@ -216,8 +232,51 @@ class FormulaeTest(unittest.TestCase):
             adapters = sum(
                 "lora_A" in n and f"layers.{number}." in n for n, _ in model.named_parameters() if "visual" not in n
             )
-            with_them, without = (layer_memory(sizes, layer, 64, 1, None, rank)[0] for rank in (4, 0))
+            with_them, without = (layer_memory(sizes, layer, 64, 1, None, Lora(rank))[0] for rank in (4, 0))
             self.assertEqual(with_them - without, 2 * 64 * 4 * adapters)
+
+    @parameterized.expand(
+        [
+            (f"{family}{', experts' * experts}", config, experts)
+            for family, config in (("Qwen3-Next", Qwen3NextConfig), ("Qwen3.5-MoE", Qwen3_5MoeTextConfig))
+            for experts in (False, True)
+        ]
+    )
+    def test_counts_the_bytes_of_adapters_of_a_mixture(self, _, config, experts):
+        """Weights, gradients and moments after a step on the CPU."""
+        config = config(**SMALL, **EXPERTS)
+        with registered():
+            model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        model = with_adapters(model, Namespace(lora_rank=4, experts=experts)).train()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained)
+        row = torch.arange(1, 25)[None]
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=row, labels=row, cu_seqlens=torch.tensor([0, 10, 24])).loss.backward()
+        gradients = sum(parameter.grad.nbytes for parameter in trained)
+        optimizer.step()
+        moments = sum(x.nbytes for state in optimizer.state.values() for x in state.values() if x.ndim)
+        sizes, parameters, lora = sizes_of(config), Parameters.of(config), Lora(4, experts)
+        need = step_memory(sizes, parameters, 24, 1, 1, 2, [False] * 4, False, None, lora)
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        self.assertEqual((need.weights, need.gradients, need.moments), (weights, gradients, moments))
+        # One adapter of a linear layer saves 4 numbers per token.
+        for number, layer in enumerate(sizes.layers):
+            names = [n for n, _ in model.named_parameters() if "lora_A" in n and f"layers.{number}." in n]
+            linear = sum("experts." not in name for name in names)
+            self.assertEqual(len(names) - linear, 2 * experts)
+            kept = [layer_memory(sizes, layer, 24, 1, None, Lora(rank))[0] for rank in (4, 0)]
+            self.assertEqual(kept[0] - kept[1], 2 * 24 * 4 * linear)
+
+    @parameterized.expand([("nf4", False), ("nf4-double", True)])
+    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+    def test_counts_the_bytes_of_experts_in_4_bit(self, name, double):
+        from bitsandbytes.functional import quantize_4bit
+
+        weight = torch.randn(8 * 64, 256, generator=torch.Generator().manual_seed(0))
+        codes, state = quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=double)
+        found = codes.nbytes + state.absmax.nbytes + (state.state2.absmax.nbytes if double else 0)
+        self.assertEqual(EXPERT_WIDTHS[name] * weight.numel(), found)
 
     def test_the_page_has_these_figures(self):
         page = (ROOT / "docs/explained/memory.md").read_text()
@@ -235,6 +294,28 @@ class FormulaeTest(unittest.TestCase):
                 figures.append(f"{layer.bytes / MIB:,.0f} MiB" if fits else "does not fit")
             self.assertIn(f"| {gpus} | {2**20 // gpus:,} | {' | '.join(figures)} |", page)
         self.assertIn(f"```text\n{plan_sequence_parallel(config, 2**19, 8, 80).summary()}\n```", page)
+
+
+class SavedTest(InterpretedKernelsTest):
+    @parameterized.expand([(1,), (16,), (33,)])
+    def test_counts_what_adapters_of_experts_save(self, rank):
+        """The kernels save a product per choice and adapter, with the rank filled up."""
+        number, tokens, size = 8, 10, 64
+        mixture = {"hidden_size": size, "moe_intermediate_size": size, "num_experts": number, "num_experts_per_tok": 2}
+        sizes = sizes_of(Qwen3_5MoeTextConfig(**SMALL | EXPERTS | mixture))
+        expected = [layer_memory(sizes, sizes.layers[0], tokens, 1, None, Lora(rank, x))[0] for x in (False, True)]
+        new = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)  # noqa: E731
+        index = torch.arange(2 * tokens).view(tokens, 2) % number
+        call = new(tokens, size), index, new(tokens, 2), new(number, 2 * size, size), new(number, size, size)
+        adapters = {
+            "gate_up_adapter": Adapter(new(number, rank, size), new(number, 2 * size, rank)),
+            "down_adapter": Adapter(new(number, rank, size), new(number, size, rank)),
+        }
+        without, kept = (
+            sum(x.nbytes for x in saved_in(lambda: experts(*call, **given, impl="triton")) if len(x) == 2 * tokens)  # noqa: B023
+            for given in ({}, adapters)
+        )
+        self.assertEqual(kept - without, expected[1] - expected[0])
 
 
 class PlanTest(unittest.TestCase):
@@ -259,7 +340,7 @@ class PlanTest(unittest.TestCase):
                 continue
             given = sizes_of(config), plan.parameters, 2**16, size, 8, 2
             chosen = {n: checkpointed_layers(config, n) for n in range(1, 33)}
-            totals = {n: step_memory(*given, chosen[n], offload, None, rank).total for n in chosen}
+            totals = {n: step_memory(*given, chosen[n], offload, None, Lora(rank)).total for n in chosen}
             self.assertLessEqual(totals[every], 0.9 * memory * GIB)
             self.assertTrue(all(total > 0.9 * memory * GIB for n, total in totals.items() if n > every))
             self.assertIn(f"P = {size}, every_n_layers={every}", plan.summary())
@@ -320,7 +401,7 @@ class PlanTest(unittest.TestCase):
         )
         # Short inputs of layers stay.
         given = sizes_of(config), whole.parameters, 2**10, 1, 1, 2, [False] * 32, False, None
-        short = [step_memory(*given, rank).saved for rank in (0, 16)]
+        short = [step_memory(*given, Lora(rank)).saved for rank in (0, 16)]
         self.assertGreater(short[1], short[0])
 
     @parameterized.expand(
@@ -350,9 +431,65 @@ class PlanTest(unittest.TestCase):
             )
 
     def test_adapters_of_experts(self):
-        for config in (Qwen3NextConfig(**SMALL, **EXPERTS), Qwen3_5MoeTextConfig(**SMALL, **EXPERTS)):
-            with self.assertRaisesRegex(ValueError, f"without experts, with lora_rank, got {config.model_type}"):
-                plan_sequence_parallel(config, 1024, 1, 80, lora_rank=16)
+        config = Qwen3_5MoeTextConfig(num_hidden_layers=4)
+        linear, experts, nf4, double = (
+            plan_sequence_parallel(config, 2**14, 2, 80, lora_rank=rank, **options)
+            for rank, options in (
+                (8, {}),
+                (8, {"lora_experts": True}),
+                (8, {"lora_experts": True, "expert_weights": "nf4"}),
+                (8, {"lora_experts": True, "expert_weights": "nf4-double"}),
+            )
+        )
+        parameters = linear.parameters
+        self.assertRegex(
+            experts.summary(), f" and {8 * (parameters.adapters + parameters.expert_adapters) / 1e6:.0f} M in"
+        )
+        for name in ("weights", "gradients", "moments", "gathered", "saved"):
+            self.assertGreater(*(getattr(x.options[1][0], name) for x in (experts, linear)), name)
+        # A frozen weight of an expert has 9 instead of 32 bits, of which double quantization saves about a half.
+        for plan, width in ((nf4, 0.5625), (double, 0.5158691)):
+            need, whole = plan.options[1][0], experts.options[1][0]
+            self.assertAlmostEqual((whole.weights - need.weights) / (parameters.experts / 2), 2 - width, places=6)
+            self.assertAlmostEqual(
+                (whole.gathered - need.gathered) / (2 * parameters.experts / 4), 2 - width, places=6
+            )
+            self.assertEqual(whole.gradients, need.gradients)
+
+    @parameterized.expand(
+        [
+            (
+                "experts of a dense model",
+                {"lora_experts": True},
+                "a mixture of experts, with lora_experts, got qwen3_5_t",
+            ),
+            (
+                "dense in 4 bit",
+                {"expert_weights": "nf4"},
+                "a mixture of experts, with expert_weights, got qwen3_5_text",
+            ),
+            ("experts without a rank", {"lora_rank": 0, "lora_experts": True}, "lora_rank with lora_experts, got 0"),
+            (
+                "4 bit without a rank",
+                {"lora_rank": 0, "expert_weights": "nf4"},
+                "lora_rank with expert_weights, got 0",
+            ),
+            (
+                "another storage",
+                {"expert_weights": "int3"},
+                "expert_weights 'float8', 'nf4', 'nf4-double' or None, got",
+            ),
+            (
+                "a high rank",
+                {"lora_rank": 65, "lora_experts": True},
+                "lora_rank of at most 64 with lora_experts, got 65",
+            ),
+        ]
+    )
+    def test_refuses_adapters(self, name, options, message):
+        config = Qwen3_5MoeTextConfig(num_hidden_layers=4) if name == "a high rank" else Qwen3_5TextConfig()
+        with self.assertRaisesRegex(ValueError, message):
+            plan_sequence_parallel(config, 1024, 1, 80, **{"lora_rank": 16, **options})
 
     def test_another_kind_of_model(self):
         with self.assertRaisesRegex(ValueError, "got llama"):

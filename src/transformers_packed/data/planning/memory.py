@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from ...errors import count, input_error
 from ...models.families import sizes_of
-from ...models.memory import FULL, HALF, layer_memory, loss_memory, way_of_attention
+from ...models.lora import EXPERT_WEIGHTS, adapted_layers
+from ...models.memory import ALL_TRAINED, EXPERT_RANKS, FULL, HALF, Lora, layer_memory, loss_memory, way_of_attention
 from ...models.sizes import Experts, Sizes
 from ...parallel.groups import AttentionMethod, DeltaRuleMethod, check_methods
 
@@ -19,6 +20,8 @@ from ...parallel.groups import AttentionMethod, DeltaRuleMethod, check_methods
 _GIB, _MIB = 2**30, 2**20
 # Bytes of a parameter.
 _WIDTHS = {"bfloat16": HALF, "float32": FULL}
+# Of a frozen expert: codes of 4 bit, and per block of 64 its maximum in float32, or in a byte with a float32 per 256.
+EXPERT_WIDTHS = {"float8": 1.0, "nf4": 1 / 2 + FULL / 64, "nf4-double": 1 / 2 + 1 / 64 + FULL / (64 * 256)}
 _WAYS = "without gradient checkpointing", "with gradient checkpointing", "with offload"
 # The rest of the memory is reserved for allocator fragmentation, CUDA and NCCL.
 FILLED = 0.9
@@ -26,28 +29,42 @@ FILLED = 0.9
 
 @dataclass(frozen=True)
 class Parameters:
-    """The number of parameters: in total, outside of layers, in the largest layer, and in adapters of rank 1."""
+    """The number of parameters: in total, outside of layers, in the largest layer, in experts, and in adapters of rank 1.
+
+    The last two are those of linear layers and of experts.
+    """
 
     total: int
     root: int
     layer: int
+    experts: int
     adapters: int
+    expert_adapters: int
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Parameters":
         """Count the parameters of a model on the meta device, including its vision tower if it has one.
 
-        Adapters are those of PEFT's `target_modules="all-linear"`: of all linear layers but the head.
+        Adapters are those of `transformers-packed train`.
         """
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         with torch.device("meta"):
             model = auto.from_config(config)
         stacks = (module for name, module in model.named_modules() if name.endswith((".layers", ".blocks")))
         layers = [_count(layer) for stack in stacks for layer in stack]
-        head = model.get_output_embeddings()
-        linear = [x for x in model.modules() if isinstance(x, torch.nn.Linear) and x is not head]
-        adapters = sum(x.in_features + x.out_features for x in linear)
-        return cls(_count(model), _count(model) - sum(layers), max(layers), adapters)
+        experts = [x for name, x in model.named_parameters() if name.endswith(EXPERT_WEIGHTS)]
+        adapters = sum(x.in_features + x.out_features for x in adapted_layers(model).values())
+        expert_adapters = sum(len(x) * sum(x.shape[1:]) for x in experts)
+        total, of_experts = _count(model), sum(x.numel() for x in experts)
+        return cls(total, total - sum(layers), max(layers), of_experts, adapters, expert_adapters)
+
+    def trained(self, lora: Lora) -> int:
+        """The number of trained parameters."""
+        return lora.rank * (self.adapters + lora.experts * self.expert_adapters) if lora.rank else self.total
+
+    def bytes(self, width: float, lora: Lora) -> float:
+        """The size of all parameters but adapters, in weights of `width` bytes."""
+        return width * self.total + ((lora.expert_width or width) - width) * self.experts
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,7 @@ class StepMemory:
             The sharded moments of AdamW.
         gathered (`float`):
             The full weights and gradients outside of layers, the weights of two layers, and the gradients of one
-            layer. With LoRA only the weights.
+            layer. With LoRA the gradients of adapters only.
         saved (`float`):
             Activations saved for backward.
         working (`float`):
@@ -129,8 +146,8 @@ class SequenceParallelPlan:
             checkpointing.
         methods (`dict`):
             `gated_delta_rule` and `attention`, as in [`SequenceParallel`].
-        lora_rank (`int`):
-            The rank of the LoRA adapters that are trained, or 0 if all parameters are.
+        lora ([`Lora`]):
+            The adapters that are trained.
     """
 
     config: PreTrainedConfig
@@ -142,7 +159,7 @@ class SequenceParallelPlan:
     needed: tuple[int | None, ...]
     every_n_layers: tuple[int | None, ...]
     methods: dict[str, str | None]
-    lora_rank: int = 0
+    lora: Lora = ALL_TRAINED
 
     @property
     def size(self) -> int:
@@ -170,7 +187,7 @@ class SequenceParallelPlan:
         first = self.options[self.size][0]
         lines = [
             f"{self.config.model_type} with {self.parameters.total / 1e9:.2f} B parameters"
-            f"{_adapters(self.parameters, self.lora_rank)}, rows of {self.max_length:,} tokens, {count(self.gpus, 'GPU')} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
+            f"{_adapters(self.parameters, self.lora)}, rows of {self.max_length:,} tokens, {count(self.gpus, 'GPU')} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
             f"FSDP2 shards per GPU: weights {_gib(first.weights)} GiB, gradients {_gib(first.gradients)} GiB, AdamW "
             f"{_gib(first.moments)} GiB",
             f"FSDP2 gathers per GPU: {_gib(first.gathered)} GiB of weights and gradients at a time",
@@ -200,11 +217,10 @@ class SequenceParallelPlan:
             lines.append(
                 f"  Total: {total} MiB in forward, the same in backward, and once more with gradient checkpointing"
             )
-        gathered = _mib(self.parameters.total * HALF * (1 - 1 / self.gpus))
-        trained = self.lora_rank * self.parameters.adapters or self.parameters.total
+        gathered, trained = self.parameters.bytes(HALF, self.lora), HALF * self.parameters.trained(self.lora)
         lines.append(
-            f"FSDP2 transfers per GPU: {gathered} MiB of weights in forward, the same in backward, and "
-            f"{_mib(trained * HALF * (1 - 1 / self.gpus))} MiB of gradients"
+            f"FSDP2 transfers per GPU: {_mib(gathered * (1 - 1 / self.gpus))} MiB of weights in forward, the same in "
+            f"backward, and {_mib(trained * (1 - 1 / self.gpus))} MiB of gradients"
         )
         return "\n".join(lines)
 
@@ -217,6 +233,8 @@ def plan_sequence_parallel(
     *,
     weights: str = "bfloat16",
     lora_rank: int = 0,
+    lora_experts: bool = False,
+    expert_weights: str | None = None,
     gated_delta_rule: DeltaRuleMethod = "state",
     attention: AttentionMethod | None = None,
 ) -> SequenceParallelPlan:
@@ -236,8 +254,13 @@ def plan_sequence_parallel(
             The dtype of the parameters, their gradients and the moments of AdamW. The computation is always in
             bfloat16.
         lora_rank (`int`, *optional*, defaults to 0):
-            Train LoRA adapters of this rank on all linear layers of a model without experts. They, their gradients and
-            moments are in float32, and `weights` is the dtype of the frozen parameters.
+            Train LoRA adapters of this rank on all linear layers. They, their gradients and moments are in float32, and
+            `weights` is the dtype of the frozen parameters.
+        lora_experts (`bool`, *optional*, defaults to `False`):
+            Train adapters of the experts of a mixture too, of a rank up to 64.
+        expert_weights (`str`, *optional*):
+            How frozen experts are stored, with `lora_rank`: `"float8"`, `"nf4"`, or `"nf4-double"` with double
+            quantization. The default is `weights`.
         gated_delta_rule (`str`, *optional*):
             As in [`SequenceParallel`].
         attention (`str`, *optional*):
@@ -260,7 +283,8 @@ def plan_sequence_parallel(
 
     ```
     """
-    sizes = _checked_sizes(config, weights, lora_rank, max_length=max_length, gpus=gpus, memory=memory)
+    sizes = _checked_sizes(config, weights, max_length=max_length, gpus=gpus, memory=memory)
+    lora = _checked_lora(sizes, config, lora_rank, lora_experts, expert_weights)
     # Each part must cover the receptive field of the convolution.
     most = max(1, max_length // max(1, sizes.delta_rule.window - 1))
     divisors = [size for size in range(1, min(gpus, most) + 1) if gpus % size == 0]
@@ -269,7 +293,7 @@ def plan_sequence_parallel(
 
     def need(size: int, every_n_layers: int, offload: bool) -> StepMemory:
         given = sizes, parameters, max_length, size, gpus, _WIDTHS[weights]
-        return step_memory(*given, checkpointed_layers(config, every_n_layers), offload, attention, lora_rank)
+        return step_memory(*given, checkpointed_layers(config, every_n_layers), offload, attention, lora)
 
     def fewest(size: int | None, offload: bool) -> int | None:
         """Return `every_n_layers` with the fewest checkpointed layers that fit."""
@@ -280,28 +304,38 @@ def plan_sequence_parallel(
     needed = tuple(next((p for p, ways in options.items() if _fits(ways[n], memory)), None) for n in range(len(_WAYS)))
     every = (None, fewest(needed[1], False), fewest(needed[2], True))
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
-    plan = SequenceParallelPlan(
-        config, parameters, max_length, gpus, memory, options, needed, every, methods, lora_rank
-    )
+    plan = SequenceParallelPlan(config, parameters, max_length, gpus, memory, options, needed, every, methods, lora)
     if not any(needed):
         raise _nothing_fits(plan, unfit)
     return plan
 
 
-def _checked_sizes(config: PreTrainedConfig, weights: str, lora_rank: int, **positive: float) -> Sizes:
+def _checked_sizes(config: PreTrainedConfig, weights: str, **positive: float) -> Sizes:
     """Return the sizes of a model, or raise the error of an argument of [`plan_sequence_parallel`]."""
     if weights not in _WIDTHS:
         raise input_error('weights "bfloat16" or "float32"', repr(weights))
     for name, value in positive.items():
         if not value > 0:
             raise input_error(f"{name} above 0", value)
-    if lora_rank < 0:
-        raise input_error("lora_rank of at least 0", lora_rank)
-    sizes = sizes_of(config, "Train this model without sequence parallelism.")
-    # Releases of PEFT differ in whether its adapters of "all-linear" are on experts too.
-    if lora_rank and any(isinstance(layer.mlp, Experts) for layer in sizes.layers):
-        raise input_error("a model without experts, with lora_rank", config.model_type, "Plan full fine-tuning.")
-    return sizes
+    return sizes_of(config, "Train this model without sequence parallelism.")
+
+
+def _checked_lora(
+    sizes: Sizes, config: PreTrainedConfig, rank: int, experts: bool, expert_weights: str | None
+) -> Lora:
+    """Return the adapters that the arguments of [`plan_sequence_parallel`] describe, or raise the error of one."""
+    if rank < 0:
+        raise input_error("lora_rank of at least 0", rank)
+    if expert_weights not in (None, *EXPERT_WIDTHS):
+        raise input_error(f"expert_weights {', '.join(map(repr, EXPERT_WIDTHS))} or None", repr(expert_weights))
+    for name, given in (("lora_experts", experts), ("expert_weights", expert_weights)):
+        if given and not rank:
+            raise input_error(f"lora_rank with {name}", rank, "Experts of full fine-tuning are trained as they are.")
+        if given and not _mixtures(sizes):
+            raise input_error(f"a mixture of experts, with {name}", config.model_type, f"Leave {name} out.")
+    if experts and rank > EXPERT_RANKS[1]:
+        raise input_error(f"lora_rank of at most {EXPERT_RANKS[1]} with lora_experts", rank, "Lower it.")
+    return Lora(rank, experts, EXPERT_WIDTHS[expert_weights] if expert_weights else None)
 
 
 def _that_fit_heads(
@@ -328,7 +362,7 @@ def _nothing_fits(plan: SequenceParallelPlan, unfit: ValueError | None) -> Value
     sharded = least.weights + least.gradients + least.moments
     return input_error(
         f"at least {_gib(least.total / FILLED)} GiB per GPU for rows of {plan.max_length:,} tokens and "
-        f"{parameters.total / 1e9:.2f} B parameters{_adapters(parameters, plan.lora_rank)} on {count(plan.gpus, 'GPU')} "
+        f"{parameters.total / 1e9:.2f} B parameters{_adapters(parameters, plan.lora)} on {count(plan.gpus, 'GPU')} "
         f"({_gib(sharded)} for weights, gradients "
         f"and AdamW, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
         f"{plan.memory:g}",
@@ -346,32 +380,35 @@ def step_memory(
     checkpointed: list[bool],
     offload: bool = False,
     attention: str | None = None,
-    lora_rank: int = 0,
+    lora: Lora = ALL_TRAINED,
 ) -> StepMemory:
     """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
 
-    `checkpointed` says which layers are. With `offload`, the GPU holds few checkpoints at a time. `lora_rank` is the rank
-    of the trained adapters, or 0 if all parameters are trained.
+    `checkpointed` says which layers are. With `offload`, the GPU holds few checkpoints at a time.
     """
     tokens = -(-max_length // size)
-    layers = [layer_memory(sizes, layer, max_length, size, attention, lora_rank) for layer in sizes.layers]
+    layers = [layer_memory(sizes, layer, max_length, size, attention, lora) for layer in sizes.layers]
     # Checkpointing always keeps the input of a layer.
     given = HALF * tokens * sizes.hidden
     ways, checkpoints = list(zip(layers, checkpointed, strict=True)), given * sum(checkpointed)
     others = sum(kept for (kept, _), again in ways if not again)
     layer = max(kept - given + made if again else made for (kept, made), again in ways)
-    weights, adapters = width * parameters.total / gpus, FULL * lora_rank * parameters.adapters / gpus
+    weights = parameters.bytes(width, lora) / gpus
+    adapters = FULL * parameters.trained(lora) / gpus if lora.rank else 0.0
     trained = adapters or weights
-    gathered = parameters.root + 2 * parameters.layer
-    if not lora_rank:
-        gathered += parameters.root + parameters.layer
+    gathered = HALF * (parameters.root + 2 * parameters.layer)
+    if lora.rank:
+        gathered += HALF * 3 * parameters.trained(lora) / len(layers)
+        gathered += 2 * ((lora.expert_width or HALF) - HALF) * parameters.experts / max(_mixtures(sizes), 1)
+    else:
+        gathered += HALF * (parameters.root + parameters.layer)
     return StepMemory(
         weights=weights + adapters,
         gradients=trained,
         moments=2 * trained,
-        gathered=HALF * gathered if gpus > 1 else 0,
-        saved=others + (min(checkpoints, on_gpu(lora_rank) * given) if offload else checkpoints),
-        working=max(loss_memory(sizes, tokens, lora_rank > 0), layer),
+        gathered=gathered if gpus > 1 else 0,
+        saved=others + (min(checkpoints, on_gpu(lora) * given) if offload else checkpoints),
+        working=max(loss_memory(sizes, tokens, lora.rank > 0), layer),
         host=checkpoints if offload else 0.0,
     )
 
@@ -384,16 +421,21 @@ def checkpointed_layers(config: PreTrainedConfig, every_n_layers: int) -> list[b
     return [every_n_layers > 0 and number % every_n_layers == 0 for number in numbers]
 
 
-def on_gpu(lora_rank: int) -> int:
+def on_gpu(lora: Lora) -> int:
     """Checkpoints that `offload` leaves on the GPU: one in use, one on its way, and with adapters the embeddings.
 
     Transformers then lets embeddings require a gradient, for which autograd keeps them.
     """
-    return 3 if lora_rank else 2
+    return 3 if lora.rank else 2
 
 
-def _adapters(parameters: Parameters, lora_rank: int) -> str:
-    return f" and {lora_rank * parameters.adapters / 1e6:,.0f} M in adapters" if lora_rank else ""
+def _adapters(parameters: Parameters, lora: Lora) -> str:
+    return f" and {parameters.trained(lora) / 1e6:,.0f} M in adapters" if lora.rank else ""
+
+
+def _mixtures(sizes: Sizes) -> int:
+    """The number of layers with experts."""
+    return sum(isinstance(layer.mlp, Experts) for layer in sizes.layers)
 
 
 def exchanges(

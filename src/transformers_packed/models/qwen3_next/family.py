@@ -24,5 +24,5 @@ QWEN3_NEXT = Family(
     implies_head=True,
     has_mtp=True,
     has_graphs=True,
-    sizes=partial(hybrid_sizes, linear_layers=3),
+    sizes=partial(hybrid_sizes, linear_layers=3, mlp_linear_layers=0),
 )
