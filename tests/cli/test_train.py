@@ -10,10 +10,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from common import pages
 from common.processes import EXPERTS, run_processes
 from common.records import THINKING, assistant, make_tokenizer, records, user
 from mixins.model import total_relative_error
 from parameterized import parameterized
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from scripts.trainer_arms import TINY
 from transformers import (
@@ -22,6 +24,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -39,6 +42,7 @@ from transformers_packed.ops import dispatch, moe
 from transformers_packed.training.callbacks import warm_up
 
 
+LORA_PAGE = pages.ROOT / "docs" / "how_to" / "lora.md"
 TEXT_CONFIG = {**TINY, "vocab_size": 264, "eos_token_id": 1}
 DEEP_CONFIG = {**TEXT_CONFIG, "num_hidden_layers": 3, "layer_types": TINY["layer_types"] + ["full_attention"]}
 GOOD = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
@@ -518,8 +522,36 @@ class CommandTest(unittest.TestCase):
             self.assertLess((got - want).abs().max(), 1e-5)
             adapted = [x for name, x in stock.named_parameters() if "experts." in name and "lora_B" in name]
             self.assertTrue(all(x.abs().max() > 1e-3 for x in adapted))
+            # The adapter of PEFT, which Transformers does not merge.
+            merged = AutoPeftModelForCausalLM.from_pretrained(output).merge_and_unload()
+            merged.save_pretrained(output / "merged")
+            with torch.no_grad():
+                merged = AutoModelForCausalLM.from_pretrained(output / "merged").eval()(ids).logits
+            self.assertLess((merged - want).abs().max(), 1e-5)
         self.assertEqual(len(adapted), 2 * len(TEXT_CONFIG["layer_types"]))
         self.assertIn("experts_lora", dispatch.implementations_used())
+
+    def test_the_names_of_a_whole_model(self):
+        """A vision-language model loads the adapter of its language model with `language_model` in the names."""
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        set_seed(1)
+        config = Qwen3_5MoeConfig(text_config={**TEXT_CONFIG, **EXPERTS}, vision_config=vision)
+        self.save("whole_mixture", AutoModelForImageTextToText.from_config(config))
+        command = ["--lora", "--experts", "--lora-rank=4", "--max-steps=3", "--learning-rate=0.05"]
+        status, _, err = self.run_command(*command, model="whole_mixture")
+        self.assertEqual(status, 0, err)
+        (block,) = (block for block in pages.blocks(LORA_PAGE.read_text()) if "language_model" in block.code)
+        shutil.copytree(self.output, self.directory / "adapter")
+        with contextlib.chdir(self.directory):
+            exec(block.code, {})
+        base = AutoModelForImageTextToText.from_pretrained(self.root / "whole_mixture")
+        ids = torch.tensor([[5, 9, 40, 33, 7]])
+        with torch.no_grad():
+            before = base(ids).logits
+            found = PeftModel.from_pretrained(base, self.directory / "served").eval()(ids).logits
+            want = self.trainers[0].model.eval()(ids).logits
+        self.assertLess((found - want).abs().max(), 1e-5)
+        self.assertGreater((found - before).abs().max(), 1e-3)
 
     def test_experts_of_other_models(self):
         self.check_error(

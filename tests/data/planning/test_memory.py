@@ -295,6 +295,20 @@ class FormulaeTest(unittest.TestCase):
             self.assertIn(f"| {gpus} | {2**20 // gpus:,} | {' | '.join(figures)} |", page)
         self.assertIn(f"```text\n{plan_sequence_parallel(config, 2**19, 8, 80).summary()}\n```", page)
 
+    def test_the_pages_have_the_sizes_of_adapters_of_experts(self):
+        page, models = (ROOT / "docs/how_to/lora.md").read_text(), (Qwen3_5MoeTextConfig(), Qwen3NextConfig())
+        parameters = [Parameters.of(config) for config in models]
+        weights = [f"{2 * p.total / GIB:.0f}" for p in parameters]
+        self.assertIn(f"The base weights add {' and '.join(weights)} GiB in bfloat16.", page)
+        for rank in (4, 8, 16, 32, 64, None):
+            trained = [p.trained(Lora(rank or 16, rank is not None)) / GIB for p in parameters]
+            sizes = [f"{4 * number:.2f} GiB | {16 * number:.1f} GiB" for number in trained]
+            self.assertIn(f"| {rank or '16, without `--experts`'} | {' | '.join(sizes)} |", page)
+        shares = [f"1 of {config.num_experts // config.num_experts_per_tok}" for config in models]
+        self.assertIn(f"{shares[0]} in Qwen3.5-35B-A3B and\n  {shares[1]} in Qwen3-Next-80B-A3B", page)
+        of_experts = 16 * 16 * parameters[0].expert_adapters / GIB
+        self.assertIn(f"that is {of_experts:.1f} GiB at rank 16", (ROOT / "docs/explained/memory.md").read_text())
+
 
 class SavedTest(InterpretedKernelsTest):
     @parameterized.expand([(1,), (16,), (33,)])
