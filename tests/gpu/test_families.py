@@ -18,9 +18,10 @@ from mixins.model import alone, gradients, packed_batch, relative_error, total_r
 from parameterized import parameterized
 from transformers.integrations import hub_kernels
 
-from transformers_packed import SequenceBoundaries, patch_model
+from transformers_packed import SequenceBoundaries, audit_model, patch_model
 from transformers_packed.models import mixers
 from transformers_packed.models.families import FAMILIES
+from transformers_packed.models.family import Mixers, Unpacked
 from transformers_packed.ops import (
     attention,
     dispatch,
@@ -63,6 +64,13 @@ OWN = {
         | {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "output_gate_type": "sigmoid"},
     ),
 }
+# Families whose stock classes compute documents, in batches or one after the other.
+OTHERS = [
+    name
+    for name, family in FAMILIES.items()
+    if (isinstance(family.apart, Mixers) and name not in ROWS)
+    or (isinstance(family.apart, Unpacked) and family.apart.shifts_labels)
+]
 # Rounding to bfloat16 changes what is chosen, so no token has a choice of experts or of blocks of keys.
 NO_CHOICE = {
     "kimi_linear": {"mlp_layer_types": ["dense"] * 2},
@@ -82,7 +90,7 @@ class TunedTest(unittest.TestCase):
 
 
 class FamilyTest(unittest.TestCase):
-    """Compares a packed row on a GPU with the stock model on each document alone, on a CPU in float32."""
+    """Compares a packed row on a GPU with the stock model on each document alone, on a CPU in float32, and audits it."""
 
     def check(self, family: str, dtype: torch.dtype, **options) -> dict[str, list[str]]:
         """Return what ran."""
@@ -90,6 +98,7 @@ class FamilyTest(unittest.TestCase):
         oracle, rows = tiny_model(family, **options), documents()
         oracle.to(dtype).float()
         model = patch_model(copy.deepcopy(oracle).to("cuda", dtype))
+        oracle.config.get_text_config().use_cache = False
         # A stock model calls the kernels of flash-linear-attention on a CPU too, unless it is exported.
         with mock.patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True):
             logits, loss = alone(oracle, rows)
@@ -101,7 +110,12 @@ class FamilyTest(unittest.TestCase):
             error = relative_error(output.logits[0].float().cpu(), torch.cat(logits).detach())
         total = total_relative_error(got, expected)
         used = implementations_used()
-        report(f"{family}, {dtype} ({used})", logits=error, gradients=total)
+        audit = audit_model(model, lengths=[len(row) for row in rows], inputs=("position_ids",)).sources[
+            "position_ids"
+        ]
+        leaks = {direction: audit.worst(direction) for direction in ("forward", "backward")}
+        report(f"{family}, {dtype} ({used})", logits=error, gradients=total, **leaks)
+        self.assertEqual(leaks, {"forward": 0, "backward": 0})
         self.assertLess(error, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
         # On a CPU, the stock class in bfloat16 is up to 0.1 from float32 in Qwen4-Exp, whose n-grams go through a root.
         bars = {torch.float32: 1e-3, torch.bfloat16: 0.25 if family == "qwen4_exp" else 1e-1}
@@ -411,6 +425,14 @@ class CudaFamiliesTest(FamilyTest):
             return lambda: function(mixer, boundaries, x).float().sum().backward()
 
         check_without_waiting(prepare)
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class CudaOtherFamiliesTest(FamilyTest):
+    @parameterized.expand(OTHERS)
+    def test_equals_documents_alone(self, family):
+        self.check(family, torch.float32)
 
 
 @pytest.mark.gpu
