@@ -17,6 +17,7 @@ from ..boundaries import SequenceBoundaries
 from ..ops import attention, causal_conv1d, gated_rms_norm, glu, selective_scan, ssd
 from .families import family_of
 from .projections import project, to_fuse
+from .releases import calls_step_layer
 from .untouched import is_untouched
 
 
@@ -121,7 +122,7 @@ def mamba(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_
     if hasattr(module, "dt_layernorm"):
         dt, b, c = module.dt_layernorm(dt), module.b_layernorm(b), module.c_layernorm(c)
     # The stock forward reads the weight too, and calls the layer only if its weight is quantized.
-    if hasattr(module.config, "_is_quantized"):
+    if calls_step_layer(module):
         (dt,), bias = project(dt, layer), None
     else:
         dt, bias = F.linear(dt, layer.weight), layer.bias

@@ -96,6 +96,17 @@ OPTIONAL = (
     Part(
         "transformers.integrations.moe:use_experts_implementation", "our op for experts", "theirs runs", "_apply_gate"
     ),
+    Part(
+        "transformers.models.qwen4_exp.modeling_qwen4_exp:Qwen4ExpTextPLELayer._short_conv",
+        "n-grams of Qwen4-Exp",
+        "their convolution reads the document before",
+    ),
+    Part(
+        "transformers.models.jamba.modeling_jamba:JambaMambaMixer",
+        "quantized Mamba mixers",
+        "adapters and hooks on `dt_proj` have no effect, as in other families",
+        "_is_quantized",
+    ),
     Part("accelerate.hooks:add_hook_to_module", "device_map", "`patch_model` refuses it", "_hf_hook _old_forward"),
     Part(
         "accelerate:Accelerator.prepare_model",
@@ -271,6 +282,11 @@ def _code_that_fills_in() -> CodeType:
 def supports_flash_attention(model: torch.nn.Module) -> bool:
     """Whether a model declares that it supports FlashAttention."""
     return getattr(model, "_supports_flash_attn", False)
+
+
+def calls_step_layer(mixer: torch.nn.Module) -> bool:
+    """Whether a Mamba mixer calls the layer of its steps, instead of reading its weight."""
+    return hasattr(mixer.config, "_is_quantized")
 
 
 def has_usual_gate(experts: torch.nn.Module) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 
 class Term:
@@ -74,6 +75,10 @@ class Term:
 
 def accumulated(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Add `left @ right` to `total` in place, if there is one."""
+    more = -left.shape[1] % 8
+    if left.is_cuda and more:
+        # Rows that are no multiples of 16 bytes have slow products.
+        left, right = F.pad(left, (0, more)), F.pad(right, (0, 0, 0, more))
     return torch.mm(left, right) if total is None else total.addmm_(left, right)
 
 
