@@ -13,12 +13,16 @@ from unittest import mock
 
 import pytest
 import torch
+from common.families import tiny_config
 from common.processes import run_cli_module
+from mixins.patch import OTHERS
+from parameterized import parameterized
 from scripts.trainer_arms import TINY
 from transformers import Qwen3_5TextConfig
 
 from transformers_packed.cli import arms, bench_arm, main
 from transformers_packed.cli.bench import choose_lengths
+from transformers_packed.models.families import SIZED
 
 
 RESULT = {
@@ -57,6 +61,12 @@ class CommandTest(BenchTestCase):
     def test_both_arms_with_lora(self):
         self.check_both_arms("--lora", "--lora-rank", 4, "--gradient-checkpointing")
 
+    @parameterized.expand([family.name for family in SIZED if family.name in OTHERS], skip_on_empty=True)
+    @pytest.mark.slow
+    def test_both_arms_of_another_family(self, family):
+        tiny_config(family).save_pretrained(self.path)
+        self.check_both_arms()
+
     def check_both_arms(self, *options):
         """Run them in their processes, with the lengths of a file."""
         lengths, picture = [5, 90, 30, 64, 20], self.path / "bench.png"
@@ -68,7 +78,8 @@ class CommandTest(BenchTestCase):
             )
         self.assertEqual(status, 0, stderr)
         lines = stdout.splitlines()
-        self.assertEqual(lines[0], "qwen3_5_text on CPU: 5 documents of 5 to 90 tokens, 209 in a step.")
+        name = json.loads((self.path / "config.json").read_text())["model_type"]
+        self.assertEqual(lines[0], f"{name} on CPU: 5 documents of 5 to 90 tokens, 209 in a step.")
         self.assertRegex(stdout, r"\npadded, Transformers +[\d,]+ +[\d,]+ +\d\.\d GiB +\d+% +\d+ s\n")
         self.assertRegex(stdout, r"\npacked, transformers_packed +[\d,]+ +[\d,]+ +\d\.\d GiB +0% +\d+ s\n")
         self.assertRegex(

@@ -11,9 +11,11 @@ from unittest import mock
 
 import torch
 from common import pages
+from common.families import tiny_config
 from common.processes import EXPERTS, run_processes
 from common.records import THINKING, assistant, make_tokenizer, records, user
 from mixins.model import total_relative_error
+from mixins.patch import OTHERS
 from parameterized import parameterized
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
@@ -37,11 +39,14 @@ from transformers_packed import DataCollatorWithFlattening, PackingPlan, cli
 from transformers_packed.cli import finetune, folder_trainer, options, run_folder
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8
+from transformers_packed.models.families import SIZED
 from transformers_packed.models.releases import can_select_checkpoints, checkpointing_argument
 from transformers_packed.ops import dispatch, moe
 from transformers_packed.training.callbacks import warm_up
 
 
+# Other families than Qwen's.
+SIZED_OTHERS = tuple(family.name for family in SIZED if family.name in OTHERS)
 LORA_PAGE = pages.ROOT / "docs" / "how_to" / "lora.md"
 TEXT_CONFIG = {**TINY, "vocab_size": 264, "eos_token_id": 1}
 DEEP_CONFIG = {**TEXT_CONFIG, "num_hidden_layers": 3, "layer_types": TINY["layer_types"] + ["full_attention"]}
@@ -257,10 +262,10 @@ class CommandTest(unittest.TestCase):
             vocab_size=264, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
         )
         self.save("llama", AutoModelForCausalLM.from_config(config))
-        self.check_error("a checkpoint of Qwen3-Next, Qwen3.5 or Qwen3.5-MoE, got .*LlamaConfig", model="llama")
+        self.check_error("a checkpoint of Qwen3-Next, .*, got .*LlamaConfig", model="llama")
         (self.root / "unknown").mkdir()
         (self.root / "unknown" / "config.json").write_text('{"model_type": "abacus"}')
-        self.check_error("a checkpoint of Qwen3-Next, Qwen3.5 or Qwen3.5-MoE, got .*abacus", model="unknown")
+        self.check_error("a checkpoint of Qwen3-Next, .*, got .*abacus", model="unknown")
         (self.root / "empty").mkdir()
         self.check_error("a checkpoint of Qwen3-Next, .*, got .*/empty: .*[^.][.]$", model="empty")
         self.check_error(
@@ -395,7 +400,7 @@ class CommandTest(unittest.TestCase):
         kinds = [type(callback) for callback in self.trainers[0].callback_handler.callbacks]
         self.assertEqual(kinds.count(warm_up.GraphsCallback), number)
 
-    def samples_of_the_first_step(self, arguments):
+    def samples_of_the_first_step(self, arguments, model="model"):
         """Return the inputs of the collator in the same run of one step."""
         seen = []
         original, begin = DataCollatorWithFlattening.__call__, CallbackHandler.on_epoch_begin
@@ -413,7 +418,7 @@ class CommandTest(unittest.TestCase):
             mock.patch.object(DataCollatorWithFlattening, "__call__", collate),
             mock.patch.object(CallbackHandler, "on_epoch_begin", on_epoch_begin),
         ):
-            self.run_command(*arguments, "--max-steps=1", output=self.directory / "again")
+            self.run_command(*arguments, "--max-steps=1", model=model, output=self.directory / "again")
         self.assertEqual([len(features) for features in seen[:2]], [3, 3])
         return [feature for features in seen[:2] for feature in features]
 
@@ -530,6 +535,58 @@ class CommandTest(unittest.TestCase):
             self.assertLess((merged - want).abs().max(), 1e-5)
         self.assertEqual(len(adapted), 2 * len(TEXT_CONFIG["layer_types"]))
         self.assertIn("experts_lora", dispatch.implementations_used())
+
+    @parameterized.expand(
+        [
+            (family, *given)
+            for family in SIZED_OTHERS
+            for given in ((), ("--lora",), ("--lora", "--experts"))
+            if "--experts" not in given or family != "olmo_hybrid"
+        ],
+        skip_on_empty=True,
+    )
+    def test_other_families(self, family, *given):
+        """The first loss is that of the stock class on each sample alone, which loads what was trained."""
+        set_seed(0)
+        self.save(family, AutoModelForCausalLM.from_config(tiny_config(family, vocab_size=264)))
+        rows = ["--batch-size=3", "--gradient-accumulation-steps=2"]
+        command = [*rows, "--max-steps=3", "--learning-rate=0.05", "--logging-steps=1", *given]
+        status, out, err = self.run_command(*command, model=family)
+        self.assertEqual(status, 0, err)
+        trainer, stock = self.trainers[0], AutoModelForCausalLM.from_pretrained(self.root / family)
+        base = trainer.model.get_base_model() if given else trainer.model
+        self.assertEqual(type(base).__module__, f"transformers_packed.models.{family}.modeling_{family}")
+        total, count = 0.0, 0
+        for sample in self.samples_of_the_first_step([*rows, *given], family):
+            ids, labels = (torch.tensor(sample[name].tolist()) for name in ("input_ids", "labels"))
+            with torch.no_grad():
+                logits = stock(ids[None]).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum").item()
+            count += int((labels[1:] != -100).sum())
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        self.assertAlmostEqual(losses[0], total / count, places=4)
+        self.assertLess(losses[-1], losses[0])
+        loaded, ids = AutoModelForCausalLM.from_pretrained(self.output).eval(), torch.tensor([[5, 9, 40, 33, 7]])
+        self.assertEqual(type(loaded).__module__, f"transformers.models.{family}.modeling_{family}")
+        with torch.no_grad():
+            got, want, before = (model(ids).logits for model in (loaded, trainer.model.eval(), stock.eval()))
+        self.assertLess((got - want).abs().max(), 1e-4)
+        self.assertGreater((got - before).abs().max(), 1e-2)
+
+    def test_what_other_families_cannot_do(self):
+        for family in SIZED_OTHERS:
+            self.save(family, AutoModelForCausalLM.from_config(tiny_config(family, vocab_size=264)))
+            for option, message in (
+                ("--mtp", "--mtp: expected a head of multi-token prediction"),
+                ("--mtp-only", "--mtp-only: expected a head"),
+                (
+                    "--cuda-graphs",
+                    f"--cuda-graphs: expected a checkpoint of Qwen3-Next, .*, a {family}. Remove --cuda-",
+                ),
+                ("--float8", f"--float8: expected a checkpoint of Qwen3-Next, .*, a {family}. Remove --float8"),
+            ):
+                with self.subTest(family, option=option):
+                    self.check_error(message, option, model=family)
 
     def test_the_names_of_a_whole_model(self):
         """A vision-language model loads the adapter of its language model with `language_model` in the names."""

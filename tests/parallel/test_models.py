@@ -5,13 +5,15 @@ from itertools import product
 
 import pytest
 import torch
+from common.families import tiny_config
 from common.processes import EXPERTS, ROWS, run_once, run_processes
 from mixins.model import VOCAB_SIZE, gradients, total_relative_error
+from mixins.patch import OTHERS
 from mixins.vision import TEXT
 from parameterized import parameterized
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
+from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
-from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries
+from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries, registered
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers_packed.models.qwen3_next import modeling_qwen3_next
@@ -26,6 +28,9 @@ def make_model(name):
     text = {**TEXT, **LAYERS, "initializer_range": 0.1}
     if name == "dense":
         model = modeling_qwen3_5.Qwen3_5ForCausalLM(Qwen3_5TextConfig(**text))
+    elif name in OTHERS:
+        with registered():
+            model = AutoModelForCausalLM.from_config(tiny_config(name, initializer_range=0.1))
     elif name == "experts":
         model = modeling_qwen3_5_moe.Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**text, **EXPERTS))
     else:
@@ -53,7 +58,14 @@ CASES = {
     "experts": ("experts", {}, (2, 4), None),
     "experts by heads, checkpoints": ("experts", {"gated_delta_rule": "heads"}, (2,), {"use_reentrant": False}),
     "next": ("next", {"attention": "gather"}, (2, 4), None),
+    "olmo_hybrid": ("olmo_hybrid", {}, (2, 4), None),
+    "olmo_hybrid by heads": ("olmo_hybrid", {"gated_delta_rule": "heads", "attention": "gather"}, (2,), None),
+    "kimi_linear": ("kimi_linear", {}, (2, 4), None),
+    "kimi_linear by heads": ("kimi_linear", {"gated_delta_rule": "heads", "attention": "gather"}, (2,), None),
+    "bailing_hybrid": ("bailing_hybrid", {}, (2,), {"use_reentrant": False}),
+    "bailing_hybrid by heads": ("bailing_hybrid", {"gated_delta_rule": "heads", "attention": "heads"}, (2,), None),
 }
+CASES = {name: case for name, case in CASES.items() if case[0] in ("dense", "experts", "next", *OTHERS)}
 # Here the last document is padding.
 PADDED = {"tail padding": 5, "a rank with padding alone": 13}
 LENGTHS = {**ROWS, "a rank with padding alone": [4, 7, 13]}

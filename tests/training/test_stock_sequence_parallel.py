@@ -13,12 +13,14 @@ from common.processes import run_once, run_processes
 from common.records import make_tokenizer
 from common.trl_trainers import HAS_TRL
 from mixins.model import total_relative_error
+from mixins.patch import OTHERS
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, updates_and_log
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, PackedTrainer, PackedTrainingArguments, configure_packing
+from transformers_packed.models.families import SIZED
 from transformers_packed.parallel import SequenceParallel
 from transformers_packed.training import apply as applying
 from transformers_packed.training.apply import apply, undo
@@ -280,6 +282,11 @@ ARMS = {
     "sft, packed by TRL": ("sft", "auto", (("packing", True), ("max_length", ROW))),
     "sft, completions": ("completions", True, ()),
     "sft, experts": ("sft", True, (("family", "qwen3_next_moe"),)),
+    **{
+        f"trainer, {family.name}": ("trainer", True, (("family", family.name), ("learning_rate", 0.03)))
+        for family in SIZED
+        if family.name in OTHERS
+    },
 }
 # With two groups of processes.
 SEVERAL = ["trainer", "trainer, padding-free", "sft", "sft, completions"]

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     bfloat16 = computes_in_bfloat16(args.dtype)
     if args.float8:
         check_float8(bfloat16)
-    config = supported_config(args.model, args.experts).get_text_config()
+    config = supported_config(args.model, args).get_text_config()
     lengths = choose_lengths(args)
     names = ("batch_size", "lora", "lora_rank", "experts", "float8", "cuda_graphs", "gradient_checkpointing", "attn")
     settings = {name: getattr(args, name) for name in (*names, "weights", "seconds", "seed")}

@@ -29,7 +29,7 @@ from transformers import (
 from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import count, input_error
 from ..models.cuda_graphs import graph_length, use_cuda_graphs
-from ..models.families import SIZED, family_of, sizes_of, titles
+from ..models.families import OWN, SIZED, family_of, sizes_of, titles
 from ..models.float8 import use_float8
 from ..models.lora import EXPERT_WEIGHTS, adapted_layers
 from ..models.mtp import find_head
@@ -69,7 +69,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     _check_checkpoints(settings)
     # An adapter stores the path of its base model, so the path must be absolute.
     source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
-    config = supported_config(source, settings.experts)
+    config = supported_config(source, settings)
     tokenizer = load_tokenizer("--model", source, settings.trust_remote_code)
     samples = make_samples(
         read_records(settings.data, settings.split, settings.subset), tokenizer, settings.max_length, settings.format
@@ -184,13 +184,22 @@ def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict
     }
 
 
-def supported_config(source: str, experts: bool = False) -> PreTrainedConfig:
-    """The configuration of a checkpoint that our causal language models support, and that has `experts` if required."""
+def supported_config(source: str, settings: Namespace | None = None) -> PreTrainedConfig:
+    """The configuration of a checkpoint that our causal language models support, with the options in `settings`."""
     with adapter_refused("--model", source):
         config = _supported_config(source)
-    if experts and not any(isinstance(layer.mlp, Experts) for layer in sizes_of(config).layers):
-        got = f"{source}, a {config.model_type}"
-        raise input_error("a mixture of experts as --model", got, "Remove --experts.", option="--experts")
+    able = [family for family in OWN if family.has_graphs]
+    has_graphs = family_of(config) in able
+    has_experts = any(isinstance(layer.mlp, Experts) for layer in sizes_of(config).layers)
+    for name, possible, expected in (
+        ("experts", has_experts, "a mixture of experts"),
+        ("cuda_graphs", has_graphs, f"a checkpoint of {titles(able)}"),
+        ("float8", has_graphs, f"a checkpoint of {titles(able)}"),
+    ):
+        if getattr(settings, name, False) and not possible:
+            option = f"--{name.replace('_', '-')}"
+            got = f"{source}, a {config.model_type}"
+            raise input_error(f"{expected} as --model", got, f"Remove {option}.", option=option)
     return config
 
 

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     bfloat16 = computes_in_bfloat16(args.dtype)
     if args.float8:
         check_float8(bfloat16)
-    config = supported_config(args.model, args.experts).get_text_config()
+    config = supported_config(args.model, args).get_text_config()
     take_few_layers(config, args.float8)
     model = untrained_model(config, args, bfloat16, device, args.row_length)
 

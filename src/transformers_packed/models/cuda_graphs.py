@@ -23,6 +23,8 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops.autograd import autocast_dtype
 from .experts import isolates
+from .families import OWN, families_of, titles
+from .family import Own
 from .recordings import RecordedLayers, Use, is_on_gpu, new_place
 from .releases import checkpoint_of
 from .replacements import Model
@@ -122,11 +124,11 @@ def text_models_of(model: torch.nn.Module) -> list[TextModel]:
     """Return what [`find_text_models`] finds, or raise an error if that is none."""
     texts = find_text_models(model)
     if not texts:
-        raise input_error(
-            "a Qwen3.5 or Qwen3-Next model of this package",
-            type(model).__name__,
-            "Load it after transformers_packed.register(), or pass it to patch_model first.",
-        )
+        able, found = [family for family in OWN if family.has_graphs], families_of(model, Own)
+        fix = "Load it after transformers_packed.register(), or pass it to patch_model first."
+        if found and not found & {*able}:
+            fix = "Train it without CUDA graphs and without float8."
+        raise input_error(f"a {titles(able)} model of this package", type(model).__name__, fix)
     return texts
 
 

@@ -7,6 +7,8 @@ in bfloat16.
 from dataclasses import dataclass
 
 from ..boundaries import CHUNK_SIZE as RULE_CHUNK_SIZE
+from ..ops import convolution
+from ..ops.backends import flash_qla
 from ..ops.cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE
 from ..ops.recipes import WORTH_RECOMPUTING
 from ..parallel.groups import attention_method
@@ -61,13 +63,14 @@ def layer_memory(
     else:
         gathers = size > 1 and way_of_attention(layer.mixer, size, attention) == "gather"
         kept, made = _of_attention(layer.mixer, size, gathers)
-        whole_row = (max_length - tokens) * 2 * layer.mixer.kv_heads * layer.mixer.dim if gathers else 0
+        both = layer.mixer.dim + layer.mixer.value_dim
+        whole_row = (max_length - tokens) * layer.mixer.kv_heads * both if gathers else 0
     mlp_kept, mlp_made = _of_mlp(layer.mlp, hidden, lora)
     # The input of the layer, the outputs of its two norms, and the input of the second norm.
     kept += 4 * hidden + mlp_kept
     if lora.rank:
         # The product of each adapter's first matrix: those of the mixer, and of the MLP or the shared expert.
-        kept += lora.rank * (layer.mixer.linear_layers + layer.mlp_linear_layers)
+        kept += lora.rank * (len(layer.mixer.linears) + layer.mlp_linear_layers)
         # Only adapters need the outputs of the norms, and the backward computes long ones again: that of the MLP before
         # and after its peak. Experts save theirs.
         if tokens * hidden >= WORTH_RECOMPUTING:
@@ -79,26 +82,50 @@ def layer_memory(
 
 
 def _of_delta_rule(rule: DeltaRule) -> tuple[int, int]:
-    """Values per token that a gated delta rule keeps, and makes in backward."""
-    # Queries, keys and values before and after the convolution, z, and the output. Per head: a row of the chunk matrix,
-    # the inputs of decay and rate, the rate, and in float32 the decay, its cumulative sum in a chunk, and the scale of the
-    # norm.
-    kept = 2 * (2 * rule.keys + rule.values) + 2 * rule.values + (RULE_CHUNK_SIZE + 3 + 2 * 3) * rule.heads
+    """Values per token that a delta rule keeps, and makes in backward."""
+    # What its linear layers make but the output layer; queries, keys and values after the convolution; and the output.
+    kept = sum(outputs for _, outputs in rule.linears[:-1]) + 2 * rule.keys + 2 * rule.values
+    if not convolution.takes_heads(rule.key_dim, rule.value_dim):
+        # Queries and keys in float32, whose length is made one in PyTorch.
+        kept += 2 * 2 * rule.keys
+    if rule.by_channel:
+        return kept + _KEPT_BY_CHANNEL * rule.heads, _made_by_channel(rule)
+    # Per head: a row of the chunk matrix, the rate, and in float32 the decay, its cumulative sum in a chunk, and the scale
+    # of the norm.
+    kept += (RULE_CHUNK_SIZE + 1 + 2 * 3) * rule.heads
     # In FlashQLA: recomputed states of the size of two values, and gradients of queries and keys per value head, values,
     # the output and its gate, and the output again. flash-linear-attention makes up to five values more.
-    return kept, 8 * rule.values
+    return kept, (8 if flash_qla.takes_heads(rule.key_dim, rule.value_dim) else 13) * rule.values
+
+
+# Values of a head per token in flash-linear-attention: rows of two chunk matrices and the rate, and in float32 the scales
+# of queries, of keys and of the norm.
+_KEPT_BY_CHANNEL = 2 * RULE_CHUNK_SIZE + 1 + 2 * 3
+
+
+def _made_by_channel(rule: DeltaRule) -> int:
+    """Values per token in the backward of flash-linear-attention 0.6, counted in its code."""
+    # The decay in float32; keys, queries and keys with a decay; and in float32 the gradients of queries, keys and decay, and
+    # those that the next kernel makes of them.
+    keys = 2 + 3 + 2 * 3 + 2 * 3
+    # Two kinds of values; gradients of the values, the output and its gate; and the output again.
+    values = 2 + 4
+    # States at the start of each chunk and their gradients; gradients in float32 of two chunk matrices.
+    states, chunks = 2 * rule.key_dim * rule.value_dim // RULE_CHUNK_SIZE, 2 * 2 * RULE_CHUNK_SIZE
+    return rule.heads * (keys * rule.key_dim + values * rule.value_dim + states + chunks)
 
 
 def _of_attention(attention: Attention, size: int, gathers: bool) -> tuple[int, int]:
     """Values per token that an attention layer keeps, and makes in backward."""
-    query = attention.heads * attention.dim
-    # With fewer heads than processes, each process has a copy of a head.
-    key = max(attention.kv_heads, 1 if gathers else size) * attention.dim
-    # Queries, their gate, keys and values after projection; queries and keys after norm and rotation; a copy of the gate;
-    # and the output. The exchange of the output between heads adds a copy.
-    kept = 5 * query + 3 * key + (query if size > 1 and not gathers else 0)
+    both, output = attention.dim + attention.value_dim, attention.heads * attention.value_dim
+    kept = attention.kept + output
+    if size > 1 and not gathers:
+        # With fewer heads than processes, each process has a copy of a head. The exchange of the output between heads adds
+        # a copy.
+        kept += max(0, size - attention.kv_heads) * (attention.dim + both) + output
     # Gradients of the output, its gate and the inputs; keys and values per query head; queries in float32.
-    return kept, 7 * query + 2 * attention.kv_heads * attention.dim
+    made = (7 if attention.has_gate else 6) * attention.heads * attention.dim
+    return kept, made + attention.kv_heads * both
 
 
 def _of_mlp(mlp: int | Experts, hidden: int, lora: Lora) -> tuple[int, int]:
@@ -106,12 +133,11 @@ def _of_mlp(mlp: int | Experts, hidden: int, lora: Lora) -> tuple[int, int]:
     if isinstance(mlp, int):
         # Frozen weights need no more than the gradients of gate and up.
         return 2 * mlp, (2 if lora.rank else 4) * mlp
-    # The logits of the router; for each choice the outputs of gate and up, the weight, and two indices in int64; gate and
-    # up of the shared expert, and its output. The backward copies the gradients of the chosen rows, and adds those of gate,
-    # up and their product. Each adapter has the product with its first matrix, and the backward that of the gradient and
-    # a copy with weights.
+    # For each choice the outputs of gate and up, the weight, and two indices in int64; gate and up of the shared expert.
+    # The backward copies the gradients of the chosen rows, and adds those of gate, up and their product. Each adapter has
+    # the product with its first matrix, and the backward that of the gradient and a copy with weights.
     low = 2 * lora.expert_columns
-    kept = mlp.number + mlp.chosen * (2 * mlp.width + 9 + low) + 2 * mlp.shared + hidden
+    kept = mlp.kept + mlp.chosen * (2 * mlp.width + 9 + low) + 2 * mlp.shared
     return kept, mlp.chosen * (3 * mlp.width + hidden + low) + 4 * mlp.shared
 
 

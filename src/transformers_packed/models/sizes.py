@@ -6,26 +6,40 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 
+# The inputs and outputs of each linear layer of a module, that of its output last.
+Linears = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
 class Attention:
-    """Full attention with an output gate: its heads, and the linear layers of a module."""
+    """Full attention: its heads, the sizes of their queries and keys and of their values, and its linear layers.
+
+    `kept` are the values per token that a layer keeps for backward, beside the input of its output layer.
+    """
 
     heads: int
     kv_heads: int
     dim: int
-    linear_layers: int = 4
+    value_dim: int
+    linears: Linears
+    kept: int
+    has_gate: bool = False
 
 
 @dataclass(frozen=True)
 class DeltaRule:
-    """The gated delta rule: its heads, the tokens of its convolution, and the linear layers of a module."""
+    """The delta rule: its heads, the tokens of its convolution, and its linear layers.
+
+    It decays each head of its state, or with `by_channel` each channel of the keys.
+    """
 
     key_heads: int
     heads: int
     key_dim: int
     value_dim: int
     window: int
-    linear_layers: int
+    linears: Linears
+    by_channel: bool = False
 
     @property
     def keys(self) -> int:
@@ -40,12 +54,18 @@ class DeltaRule:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of `number` experts, of which each token uses `chosen` beside the shared one."""
+    """A mixture of `number` experts, of which each token uses `chosen` beside the shared one.
+
+    `gates` are the outputs of the router and of the gate of the shared expert, `kept` the values per token that these two
+    keep for backward.
+    """
 
     number: int
     chosen: int
     width: int
     shared: int
+    gates: int
+    kept: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +79,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a text model."""
+    """The sizes of a text model, with one kind of attention and one of the delta rule."""
 
     hidden: int
     vocabulary: int
@@ -74,39 +94,126 @@ class Sizes:
 
     @property
     def linear_heads(self) -> tuple[int, int]:
-        """The heads of keys and values in the gated delta rule."""
+        """The heads of keys and values in the delta rule."""
         return self.delta_rule.key_heads, self.delta_rule.heads
 
 
-def hybrid_sizes(text: PreTrainedConfig, linear_layers: int, mlp_linear_layers: int = 3) -> Sizes:
-    """Read the sizes of a hybrid of gated delta rule and full attention, with so many linear layers for adapters.
+def qwen_sizes(text: PreTrainedConfig, together: bool = False, mlp_linear_layers: int = 3) -> Sizes:
+    """Read the sizes of a Qwen hybrid.
 
-    `linear_layers` are those of a delta rule, and `mlp_linear_layers` those of an MLP or a shared expert without its gate.
+    Args:
+        text (`PreTrainedConfig`):
+            The text configuration.
+        together (`bool`, *optional*, defaults to `False`):
+            Whether two linear layers make all inputs of the delta rule.
+        mlp_linear_layers (`int`, *optional*, defaults to 3):
+            The linear layers for adapters in an MLP, or in a shared expert without its gate.
     """
-    attention = Attention(text.num_attention_heads, text.num_key_value_heads, text.head_dim)
-    delta_rule = DeltaRule(
+    hidden, heads, kv_heads, dim = text.hidden_size, text.num_attention_heads, text.num_key_value_heads, text.head_dim
+    query, key = heads * dim, kv_heads * dim
+    # The projection of queries also computes the gate.
+    linears = (hidden, 2 * query), (hidden, key), (hidden, key), (query, hidden)
+    # Queries, their gate, keys and values after projection; queries and keys after norm and rotation; a copy of the gate.
+    attention = Attention(heads, kv_heads, dim, dim, linears, kept=4 * query + 3 * key, has_gate=True)
+    keys, number = text.linear_num_key_heads * text.linear_key_head_dim, text.linear_num_value_heads
+    values = number * text.linear_value_head_dim
+    apart = (2 * keys + values, values, number, number)
+    outputs = (2 * keys + 2 * values, 2 * number) if together else apart
+    rule = _gated_delta_rule(text, (*((hidden, n) for n in outputs), (values, hidden)))
+    return _hybrid(text, attention, rule, mlp_linear_layers)
+
+
+def olmo_sizes(text: PreTrainedConfig) -> Sizes:
+    """Read the sizes of OLMo-Hybrid."""
+    hidden, heads, kv_heads = text.hidden_size, text.num_attention_heads, text.num_key_value_heads
+    dim = getattr(text, "head_dim", None) or hidden // heads
+    query, key = heads * dim, kv_heads * dim
+    linears = (hidden, query), (hidden, key), (hidden, key), (query, hidden)
+    # Queries, keys and values after projection; queries and keys after norm and rotation.
+    attention = Attention(heads, kv_heads, dim, dim, linears, kept=2 * query + 3 * key)
+    keys, number = text.linear_num_key_heads * text.linear_key_head_dim, text.linear_num_value_heads
+    values = number * text.linear_value_head_dim
+    outputs = keys, keys, values, values, number, number
+    return _hybrid(text, attention, _gated_delta_rule(text, (*((hidden, n) for n in outputs), (values, hidden))))
+
+
+def latent_sizes(text: PreTrainedConfig, low_rank_gates: bool, has_gate: bool) -> Sizes:
+    """Read the sizes of a hybrid of Kimi delta attention and latent attention.
+
+    Args:
+        text (`PreTrainedConfig`):
+            The text configuration.
+        low_rank_gates (`bool`):
+            Whether two linear layers make the decay of the delta rule, and two its output gate. Otherwise one does.
+        has_gate (`bool`):
+            Whether attention has an output gate for each head.
+    """
+    hidden, heads, rank = text.hidden_size, text.num_attention_heads, text.kv_lora_rank
+    query, outputs = heads * text.qk_head_dim, heads * text.v_head_dim
+    expanded = heads * (text.qk_nope_head_dim + text.v_head_dim)
+    # Queries, keys and the latent before and after its norm. Kernels get values and return outputs of the size of keys.
+    kept = 2 * query + 2 * rank + (2 * query if text.v_head_dim < text.qk_head_dim else expanded)
+    queries: Linears = ((hidden, query),)
+    # Queries of low rank, which not all releases have.
+    if low := getattr(text, "q_lora_rank", None):
+        kept, queries = kept + 2 * low, ((hidden, low), (low, query))
+    gates: Linears = ((hidden, heads),) if has_gate else ()
+    # The gate in float32 and in the dtype of the layer.
+    kept += 3 * heads if has_gate else 0
+    linears = (*queries, (hidden, rank + text.qk_rope_head_dim), (rank, expanded), *gates, (outputs, hidden))
+    attention = Attention(heads, heads, text.qk_head_dim, text.v_head_dim, linears, kept, has_gate)
+    number, dim = text.linear_num_heads, text.linear_head_dim
+    width = number * dim
+    gate = ((hidden, dim), (dim, width)) if low_rank_gates else ((hidden, width),)
+    rule = DeltaRule(
+        key_heads=number,
+        heads=number,
+        key_dim=dim,
+        value_dim=dim,
+        window=text.linear_conv_kernel_dim,
+        linears=(*((hidden, width),) * 3, (hidden, number), *gate, *gate, (width, hidden)),
+        by_channel=True,
+    )
+    return _hybrid(text, attention, rule)
+
+
+def _gated_delta_rule(text: PreTrainedConfig, linears: Linears) -> DeltaRule:
+    return DeltaRule(
         key_heads=text.linear_num_key_heads,
         heads=text.linear_num_value_heads,
         key_dim=text.linear_key_head_dim,
         value_dim=text.linear_value_head_dim,
         window=text.linear_conv_kernel_dim,
-        linear_layers=linear_layers,
+        linears=linears,
     )
-    mixers: dict[str, Attention | DeltaRule] = {"linear_attention": delta_rule, "full_attention": attention}
-    mlps = [_mlp(text, number) for number in range(len(text.layer_types))]
-    layers = tuple(
-        Layer(mixers[kind], mlp, mlp_linear_layers + isinstance(mlp, Experts))
-        for kind, mlp in zip(text.layer_types, mlps, strict=True)
-    )
-    return Sizes(text.hidden_size, text.vocab_size, attention, delta_rule, layers)
+
+
+def _hybrid(text: PreTrainedConfig, attention: Attention, rule: DeltaRule, mlp_linear_layers: int = 3) -> Sizes:
+    mixers: dict[str, Attention | DeltaRule] = {"linear_attention": rule, "full_attention": attention}
+    layers = []
+    for number, kind in enumerate(text.layer_types):
+        mlp = _mlp(text, number)
+        gates = mlp.gates - mlp.number if isinstance(mlp, Experts) else 0
+        layers.append(Layer(mixers[kind], mlp, mlp_linear_layers + gates))
+    return Sizes(text.hidden_size, text.vocab_size, attention, rule, tuple(layers))
 
 
 def _mlp(text: PreTrainedConfig, number: int) -> int | Experts:
-    sparse = getattr(text, "num_experts", None) and number not in (getattr(text, "mlp_only_layers", None) or ())
+    experts: Any = getattr(text, "num_experts", None)
+    kinds = getattr(text, "mlp_layer_types", None)
+    if kinds is not None:
+        if kinds[number] == "dense":
+            return text.intermediate_size
+        experts, shared = text.num_local_experts, text.n_shared_experts * text.moe_intermediate_size
+        # The router computes in float32: a copy of its input, the scores of experts, and a mask of one byte each.
+        kept = 2 * text.hidden_size + 5 * experts // 2
+        return Experts(experts, text.num_experts_per_tok, text.moe_intermediate_size, shared, experts, kept)
+    sparse = experts and number not in (getattr(text, "mlp_only_layers", None) or ())
     if not sparse or (number + 1) % (getattr(text, "decoder_sparse_step", None) or 1):
         return text.intermediate_size
     width, shared = text.moe_intermediate_size, text.shared_expert_intermediate_size
-    return Experts(text.num_experts, text.num_experts_per_tok, width, shared)
+    # The logits of the router, and the output of the shared expert before its gate.
+    return Experts(experts, text.num_experts_per_tok, width, shared, experts + 1, experts + text.hidden_size)
 
 
 def sizes_for_ops(config: PreTrainedConfig) -> dict[str, Any]:
@@ -125,7 +232,10 @@ def sizes_for_ops(config: PreTrainedConfig) -> dict[str, Any]:
 
 def take_few_layers(text: PreTrainedConfig, float8: bool) -> None:
     """Change a configuration to few layers: kernels depend on the kinds of layers, not on their number."""
-    kinds = list(dict.fromkeys(text.layer_types))
+    mlps = getattr(text, "mlp_layer_types", None)
+    kinds = list(dict.fromkeys(zip(text.layer_types, mlps or text.layer_types, strict=True)))
     # The first layer may have no gradient of its input. In float8, the first and the last layer keep their dtype.
-    text.layer_types = [*kinds, *kinds, kinds[0]] if float8 else [*kinds, kinds[0]]
-    text.num_hidden_layers = len(text.layer_types)
+    chosen = [*kinds, *kinds, kinds[0]] if float8 else [*kinds, kinds[0]]
+    text.layer_types, text.num_hidden_layers = [kind for kind, _ in chosen], len(chosen)
+    if mlps:
+        text.mlp_layer_types = [mlp for _, mlp in chosen]

@@ -246,9 +246,14 @@ def verify_triton_qkv(hidden_states, weight, bias, activation, *, key_dim, value
         return False, "supports only SiLU without a bias"
     if weight.shape[1] > 4:
         return False, f"supports windows of up to 4 tokens, not {weight.shape[1]}"
-    if key_dim != value_dim or key_dim & (key_dim - 1) or not 16 <= key_dim <= 256:
+    if not takes_heads(key_dim, value_dim):
         return False, f"needs equal head dimensions, a power of two from 16 to 256, not {key_dim} and {value_dim}"
     return triton.verify(hidden_states)
+
+
+def takes_heads(key_dim: int, value_dim: int) -> bool:
+    """Whether the kernel takes heads of these sizes."""
+    return key_dim == value_dim and not key_dim & (key_dim - 1) and 16 <= key_dim <= 256
 
 
 QUERY_KEY_VALUE = {

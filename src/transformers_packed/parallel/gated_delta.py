@@ -19,9 +19,12 @@ are a large share and flash-linear-attention is available, its context paralleli
 choice depends only on the row and the number of ranks. All ranks thus make the same choice, which they must, because
 the methods exchange different tensors.
 
+Kimi's delta rule is affine in its state too, and takes the same methods but for that context parallelism.
+
 **Heads.** Ranks exchange tokens for heads, each computes the whole row for its heads, and they exchange back.
 """
 
+from collections.abc import Callable
 from inspect import unwrap
 from typing import Any
 
@@ -139,28 +142,55 @@ def gated_delta_rule(
         raise unsupported("a part of a row", "initial or final states", "Run whole rows.")
     shard, tensors = boundaries, (query, key, value, g, beta)
     if shard.processes.gated_delta_rule == "heads":
-        return _by_heads(shard, *tensors, impl=impl, **options), None
+        return _by_heads(ops.gated_delta_rule, shard, *tensors, impl=impl, **options), None
     # Assume that flash-linear-attention takes twice the time of FlashQLA per token. Then two pieces of a quarter of
     # the part each cost as much as the part, and the total equals the cost of `cp_context` for the whole part.
     whole = shard.is_cut_in_long_pieces and impl == "auto"
     if whole and fla.verify_gated_delta_rule(*tensors, **options)[0]:
         return _by_fla(shard, *tensors, **options), None
-    return _by_states(shard, *tensors, impl=impl, **options), None
+    return _by_states(ops.gated_delta_rule, shard, *tensors, impl=impl, **options), None
 
 
-def _by_heads(shard: RowShard, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+@for_rows(RowShard)
+def kimi_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    boundaries: RowShard,
+    a_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """[`ops.kimi_delta_rule`] on a part of a row, by the method of the shard's `parallel`."""
+    check_groups(key, value)
+    if initial_state is not None or output_final_state:
+        raise unsupported("a part of a row", "initial or final states", "Run whole rows.")
+    by_heads = boundaries.processes.gated_delta_rule == "heads"
+    if by_heads and a_log is not None and dt_bias is not None:
+        # The parameters of the heads of this process.
+        a_log, dt_bias = (x.chunk(boundaries.size)[boundaries.rank] for x in (a_log, dt_bias))
+    method, options = _by_heads if by_heads else _by_states, options | {"a_log": a_log, "dt_bias": dt_bias}
+    return method(ops.kimi_delta_rule, boundaries, query, key, value, g, beta, **options), None
+
+
+def _by_heads(rule: Callable, shard: RowShard, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
     size, group = shard.size, shard.processes.group
     for x in tensors:
         if x.shape[2] % size:
             expected = f'numbers of key and value heads that are multiples of {size} for gated_delta_rule="heads"'
             raise input_error(expected, x.shape[2], 'Use gated_delta_rule="state".')
     whole = (all_to_all(x, 2, 1, group) for x in tensors)
-    output = ops.gated_delta_rule(*whole, boundaries=shard.row, **options)[0]
+    output = rule(*whole, boundaries=shard.row, **options)[0]
     return all_to_all(output, 1, 2, group)
 
 
-def _by_states(shard: RowShard, *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
-    ran("gated_delta_rule", "states of cut documents")
+def _by_states(rule: Callable, shard: RowShard, *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+    ran(rule.__name__, "states of cut documents")
     total, lengths, value = shard.total_length, shard.lengths, inputs[2]
     heads, key_dim, value_dim = value.shape[2], inputs[1].shape[-1], value.shape[-1]
     dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
@@ -168,7 +198,7 @@ def _by_states(shard: RowShard, *inputs: torch.Tensor, **options: Any) -> torch.
     def call(inputs, state):
         # All calls pass both states, because a kernel is compiled and tuned again if one of them is missing.
         states = {"initial_state": state, "output_final_state": True}
-        return ops.gated_delta_rule(*inputs, **states, **options)
+        return rule(*inputs, **states, **options)
 
     continued = shard.tokens_before > 0
     spans = continued and shard.goes_on and len(lengths) == 1
@@ -194,7 +224,7 @@ def _by_states(shard: RowShard, *inputs: torch.Tensor, **options: Any) -> torch.
     if not spans:
         # Treat the pieces as documents.
         own = shard.derived("pieces", lambda: SequenceBoundaries(shard.cu_seqlens, shard.host))
-        output = ops.gated_delta_rule(*inputs, boundaries=own, **options)[0]
+        output = rule(*inputs, boundaries=own, **options)[0]
     if not continued:
         return tie(output, summaries)
     # Start on the rank where the document began, because states of other documents may not be finite.

@@ -163,10 +163,10 @@ def start_compiling(
 
     The configuration of a model is enough, so its weights may be loaded meanwhile. The first row waits for them.
     """
-    sizes = family_of(config).sizes
-    if sizes is None:
+    family = family_of(config)
+    if family.sizes is None or family.rule != "gated_delta_rule":
         return None
-    rule = sizes(config.get_text_config()).delta_rule
+    rule = family.sizes(config.get_text_config()).delta_rule
     return flash_qla.start_compiling(device, dtype, rule.key_heads, rule.heads, rule.key_dim, rule.value_dim)
 
 

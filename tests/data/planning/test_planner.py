@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from common.families import tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mixins.patch import OTHERS
 from parameterized import parameterized
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5Config, Qwen3_5TextConfig, Qwen3NextConfig
 
 from transformers_packed import PackingCost, PackingPlan, plan_packing
+from transformers_packed.models.families import SIZED, family_named
 
 
 def lognormal(samples, mean=400, sigma=0.8, most=4096, seed=0):
@@ -499,6 +502,7 @@ class CostTest(unittest.TestCase):
             (Qwen3_5TextConfig(**sizes),),
             (Qwen3NextConfig(**sizes, **experts, mlp_only_layers=[1]),),
             (Qwen3NextConfig(**sizes, **experts, decoder_sparse_step=2),),
+            *((tiny_config(family, vocab_size=96),) for family in OTHERS if family_named(family) in SIZED),
         ],
         name_func=lambda function, number, _: f"{function.__name__}_{number}",
     )
@@ -509,7 +513,7 @@ class CostTest(unittest.TestCase):
         for name, parameter in model.named_parameters():
             if ".experts." in name:
                 multiplied += parameter.numel() * config.num_experts_per_tok / config.num_experts
-            elif parameter.dim() > 1 and "embed_tokens" not in name:
+            elif parameter.dim() > 1 and not name.endswith(("embed_tokens.weight", "A_log")):
                 multiplied += parameter.numel()
         self.assertEqual(PackingCost.from_config(config).linear, 2 * multiplied)
 

@@ -58,10 +58,12 @@ class PackingCost:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, quadratic_weight: float = _QUADRATIC_WEIGHT) -> "PackingCost":
-        """Count the operations of a forward pass of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model.
+        """Count the operations of a forward pass of a hybrid of a delta rule and attention.
+
+        The families are Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo-Hybrid, Kimi-Linear and Bailing-Hybrid.
 
         Each multiply-add counts as two operations. The count covers every projection, the convolution, the chunked
-        gated delta rule, causal attention, the MLP or the routed experts, and the head. It ignores norms and
+        delta rule, causal attention, the MLP or the routed experts, and the head. It ignores norms and
         activations. An operation of scores and values takes longer than one of a projection, so it has a weight.
 
         Args:
@@ -71,17 +73,17 @@ class PackingCost:
                 Weight of the operations of scores and values. With 1, the cost is the number of operations.
 
         Raises:
-            `ValueError`: the configuration is not that of a hybrid with gated delta rule and full attention.
+            `ValueError`: the configuration is that of another family.
         """
         sizes = sizes_of(config, "Pass the coefficients instead: PackingCost(linear=..., quadratic=...).")
         linear, chunked, quadratic = 2.0 * sizes.hidden * sizes.vocabulary, 0.0, 0.0
         for layer in sizes.layers:
-            linear += _feed_forward(layer.mlp, sizes.hidden) + _projections(layer.mixer, sizes.hidden)
+            linear += _feed_forward(layer.mlp, sizes.hidden) + _projections(layer.mixer)
             if isinstance(layer.mixer, DeltaRule):
                 chunked += _delta_rule(layer.mixer)
             else:
                 # Scores and their product with the values, over half of the square because of the causal mask.
-                quadratic += quadratic_weight * 2 * layer.mixer.heads * layer.mixer.dim
+                quadratic += quadratic_weight * layer.mixer.heads * (layer.mixer.dim + layer.mixer.value_dim)
         return cls(linear=linear, quadratic=quadratic, chunked=chunked)
 
     def documents(self, lengths: ArrayLike) -> np.ndarray:
@@ -97,15 +99,13 @@ def default_cost() -> PackingCost:
     return PackingCost.from_config(default_config())
 
 
-def _projections(mixer: Attention | DeltaRule, hidden: int) -> float:
+def _projections(mixer: Attention | DeltaRule) -> float:
     """Operations per token outside of attention and delta rule themselves."""
-    if isinstance(mixer, Attention):
-        # The query projection also computes the output gate.
-        queries, keys = mixer.heads * mixer.dim, mixer.kv_heads * mixer.dim
-        return 2 * hidden * (2 * queries + 2 * keys) + 2 * queries * hidden
-    # q, k, v, z, the two gates, and the output; the convolution runs over q, k and v.
-    projected = 2 * hidden * (2 * mixer.keys + 2 * mixer.values + 2 * mixer.heads) + 2 * mixer.values * hidden
-    return projected + 2 * mixer.window * (2 * mixer.keys + mixer.values)
+    projected = 2.0 * sum(inputs * outputs for inputs, outputs in mixer.linears)
+    if isinstance(mixer, DeltaRule):
+        # The convolution runs over queries, keys and values.
+        projected += 2 * mixer.window * (2 * mixer.keys + mixer.values)
+    return projected
 
 
 def _delta_rule(rule: DeltaRule) -> float:
@@ -120,4 +120,4 @@ def _feed_forward(mlp: int | Experts, hidden: int) -> float:
     """Operations per token of the layer's MLP, or of its router, shared expert and selected experts."""
     if isinstance(mlp, int):
         return 6.0 * hidden * mlp
-    return 6.0 * hidden * (mlp.chosen * mlp.width + mlp.shared) + 2.0 * hidden * (mlp.number + 1)
+    return 6.0 * hidden * (mlp.chosen * mlp.width + mlp.shared) + 2.0 * hidden * mlp.gates

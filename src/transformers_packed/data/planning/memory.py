@@ -242,8 +242,8 @@ def plan_sequence_parallel(
 
     Args:
         config (`PreTrainedConfig`):
-            The configuration of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model. For a vision-language model, the plan
-            counts the parameters of the vision tower but not its activations.
+            The configuration of a Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo-Hybrid, Kimi-Linear or Bailing-Hybrid model.
+            For a vision-language model, the plan counts the parameters of the vision tower but not its activations.
         max_length (`int`):
             Tokens per row.
         gpus (`int`):
@@ -458,13 +458,16 @@ def exchanges(
     if gated_delta_rule == "state":
         states = "states in float32", others * rule.heads * rule.key_dim * (rule.value_dim + rule.key_dim) * FULL
     else:
-        moved = HALF * (2 * rule.keys + 2 * rule.values + rule.heads) + FULL * rule.heads
+        # The decay of each head is in float32, and the projection for that of each channel is not.
+        decay = HALF * rule.heads * rule.key_dim if rule.by_channel else FULL * rule.heads
+        moved = HALF * (2 * rule.keys + 2 * rule.values + rule.heads) + decay
         states = "all-to-all over heads", swapped * moved
+    both = heads.dim + heads.value_dim
     if way_of_attention(heads, size, attention) == "gather":
-        looked = "all keys and values", others * tokens * 2 * heads.kv_heads * heads.dim * HALF
+        looked = "all keys and values", others * tokens * heads.kv_heads * both * HALF
     else:
         shared = heads.heads + max(heads.kv_heads, size)
-        looked = "all-to-all over heads", swapped * 2 * shared * heads.dim * HALF
+        looked = "all-to-all over heads", swapped * shared * both * HALF
     found = [
         Exchange(linear, "convolution: preceding tokens", halo),
         Exchange(linear, f"gated delta rule: {states[0]}", states[1]),

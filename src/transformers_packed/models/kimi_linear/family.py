@@ -1,6 +1,9 @@
 """The record of Kimi Linear."""
 
+from functools import partial
+
 from ..family import Family, Own
+from ..sizes import latent_sizes
 
 
 KIMI_LINEAR = Family(
@@ -13,4 +16,5 @@ KIMI_LINEAR = Family(
     # The projections to the decay and the write strength of the delta rule.
     sensitive=("f_a_proj", "f_b_proj", "b_proj"),
     rule="kimi_delta_rule",
+    sizes=partial(latent_sizes, low_rank_gates=True, has_gate=False),
 )

@@ -1,6 +1,7 @@
 """The record of OLMo-Hybrid."""
 
 from ..family import Family, Own
+from ..sizes import olmo_sizes
 
 
 OLMO_HYBRID = Family(
@@ -11,4 +12,5 @@ OLMO_HYBRID = Family(
     required=("apply_mask_to_padding_states", "apply_rotary_pos_emb", "eager_attention_forward"),
     # The projections to the decay and the write strength of the delta rule.
     sensitive=("a_proj", "b_proj"),
+    sizes=olmo_sizes,
 )

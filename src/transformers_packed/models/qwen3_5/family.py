@@ -1,9 +1,7 @@
 """The record of Qwen3.5."""
 
-from functools import partial
-
 from ..family import Family, Own
-from ..sizes import hybrid_sizes
+from ..sizes import qwen_sizes
 
 
 QWEN3_5 = Family(
@@ -28,5 +26,5 @@ QWEN3_5 = Family(
     takes_images=True,
     has_mtp=True,
     has_graphs=True,
-    sizes=partial(hybrid_sizes, linear_layers=5),
+    sizes=qwen_sizes,
 )

@@ -3,7 +3,7 @@
 from functools import partial
 
 from ..family import Family, Own
-from ..sizes import hybrid_sizes
+from ..sizes import qwen_sizes
 
 
 QWEN3_NEXT = Family(
@@ -24,5 +24,5 @@ QWEN3_NEXT = Family(
     implies_head=True,
     has_mtp=True,
     has_graphs=True,
-    sizes=partial(hybrid_sizes, linear_layers=3, mlp_linear_layers=0),
+    sizes=partial(qwen_sizes, together=True, mlp_linear_layers=0),
 )

@@ -37,7 +37,7 @@ def verify_gated_delta_rule(
         return False, "needs CUDA tensors"
     if query.dtype not in (torch.float16, torch.bfloat16) or not query.dtype == key.dtype == value.dtype:
         return False, f"needs query, key and value in float16 or in bfloat16, not {query.dtype}"
-    if key.shape[-1] != 128 or value.shape[-1] != 128:
+    if not takes_heads(key.shape[-1], value.shape[-1]):
         return False, f"needs head dimensions of 128, not {key.shape[-1]} and {value.shape[-1]}"
     if boundaries is None and (initial_state is not None or output_final_state):
         return False, "is used only for packed rows if there are states"
@@ -46,6 +46,11 @@ def verify_gated_delta_rule(
     if not _problem() and boundaries is not None and boundaries.device_only and not _knows_metadata():
         return False, "prepares rows in another way than version 0.1.3, which CUDA graphs need"
     return not _problem(), _problem()
+
+
+def takes_heads(key_dim: int, value_dim: int) -> bool:
+    """Whether FlashQLA has kernels for heads of these sizes."""
+    return key_dim == value_dim == 128
 
 
 def start_compiling(

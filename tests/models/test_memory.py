@@ -1,0 +1,153 @@
+"""The numbers that `models/memory.py` says a layer saves for backward, against tensors saved on a CPU.
+
+The kernels of this package run in Triton's interpreter. In place of other kernels, stand-ins save what these save.
+"""
+
+import unittest
+from importlib import import_module
+from unittest import mock
+
+import torch
+from mixins.patch import OTHERS
+from mixins.triton import InterpretedKernelsTest
+from parameterized import parameterized
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from transformers_packed import DataCollatorWithFlattening, registered
+from transformers_packed.boundaries import CHUNK_SIZE
+from transformers_packed.models.families import sizes_of
+from transformers_packed.models.memory import layer_memory
+from transformers_packed.ops.dispatch import Implementation, always
+
+
+TOKENS = 64
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+HEADS |= {"head_dim": 32, "num_key_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+UNEVEN = {"linear_key_head_dim": 24, "linear_value_head_dim": 48}
+LATENT = {"kv_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+LATENT |= {"linear_num_heads": 4, "linear_head_dim": 32}
+DENSE, SPARSE = {"mlp_layer_types": ["dense"] * 2}, {"mlp_layer_types": ["sparse"] * 2, "moe_intermediate_size": 64}
+SPARSE |= {"num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+CONFIGS = {
+    "qwen3_5": ("qwen3_5_text", HEADS),
+    "qwen3_5_moe": ("qwen3_5_moe_text", HEADS | EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "olmo_hybrid": ("olmo_hybrid", UNEVEN),
+    "kimi_linear": ("kimi_linear", LATENT | DENSE),
+    "kimi_linear, low rank": ("kimi_linear", LATENT | DENSE | {"q_lora_rank": 40}),
+    "kimi_linear, experts": ("kimi_linear", LATENT | SPARSE),
+    "bailing_hybrid": ("bailing_hybrid", LATENT | DENSE | {"head_dim": 32}),
+}
+CONFIGS = {name: given for name, given in CONFIGS.items() if name.startswith(("qwen", *OTHERS))}
+
+
+class Saves(torch.autograd.Function):
+    """A kernel that has computed `output` and saves tensors for its backward."""
+
+    @staticmethod
+    def forward(ctx, output, *saved):
+        ctx.save_for_backward(*saved)
+        return output.view_as(output)
+
+
+def attend(module, query, key, value, **options):
+    """As `varlen_attn`, which takes values of the size of the keys."""
+    size = value.shape[-1]
+    value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    output = torch.randn(query.shape).to(query.dtype).requires_grad_()
+    return Saves.apply(output, query, key, value, output)[..., :size], None
+
+
+def delta_rule(query, key, value, g, beta, **options):
+    """As the kernels: rows of one chunk matrix and a cumulative sum, or with a decay by channel of two, and two scales."""
+    by_channel, heads = g.ndim == 4, value.shape[2]
+    chunks = [value.new_empty(1, TOKENS, heads, CHUNK_SIZE) for _ in range(1 + by_channel)]
+    sums = [torch.empty(1, TOKENS, heads) for _ in range(1 + by_channel)]
+    output = torch.randn(value.shape).to(value.dtype).requires_grad_()
+    tensors = (x.contiguous() for x in (query, key, value, g, beta))
+    return Saves.apply(output, *tensors, *chunks, *sums), None
+
+
+def convolve(hidden_states, weight, bias, activation, **options):
+    return Saves.apply(torch.randn(hidden_states.shape).to(hidden_states.dtype).requires_grad_(), hidden_states)
+
+
+# In place of the kernels of other packages: the op, its table and the kernel.
+STAND_INS = {
+    ("gated_delta_rule", "IMPLEMENTATIONS"): {"flash_qla": Implementation(delta_rule, always)},
+    ("kimi_delta_rule", "IMPLEMENTATIONS"): {"fla": Implementation(delta_rule, always)},
+    ("convolution", "IMPLEMENTATIONS"): {"fla": Implementation(convolve, always)},
+    ("attention", "IMPLEMENTATIONS"): {"sdpa": {"varlen_attn": Implementation(attend, always)}},
+}
+
+
+class SavedTest(InterpretedKernelsTest):
+    def saved(self, config, number: int) -> float:
+        """The bytes that a layer saves per token, without parameters and without what other layers save too."""
+        with registered():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+        layer, found, others = model.model.layers[number], {}, set()
+        for parameter in model.parameters():
+            others.add(parameter.untyped_storage().data_ptr())
+
+        def note(x):
+            storage = x.untyped_storage()
+            found[storage.data_ptr()] = storage
+            return x
+
+        def forward(*args, **kwargs):
+            others.update(x.untyped_storage().data_ptr() for x in kwargs.get("position_embeddings") or ())
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+                return type(layer).forward(layer, *args, **kwargs)
+
+        layer.forward = forward
+        ids = torch.arange(1, TOKENS + 1).tolist()
+        batch = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")(
+            [{"input_ids": ids[:40]}, {"input_ids": ids[40:]}]
+        )
+        for (module, table), stand_in in STAND_INS.items():
+            module = import_module(f"transformers_packed.ops.{module}")
+            self.enterContext(mock.patch.dict(getattr(module, table), stand_in))
+        output = model(**batch)
+        self.assertIsNotNone(output.loss.grad_fn)
+        return sum(storage.nbytes() for place, storage in found.items() if place not in others) / TOKENS
+
+    @parameterized.expand([(name, number) for name in CONFIGS for number in (0, 1)])
+    def test_a_layer_saves(self, name, number):
+        model_type, options = CONFIGS[name]
+        config = CONFIG_MAPPING[model_type](**TINY | options)
+        sizes, saved = sizes_of(config), self.saved(config, number)
+        expected = layer_memory(sizes, sizes.layers[number], TOKENS, 1, None)[0] / TOKENS
+        # The scales of norms and routers are small beside layers of usual sizes.
+        self.assertLess(abs(saved / expected - 1), 0.03)
+
+    @parameterized.expand(CONFIGS)
+    def test_the_linear_layers_are_those_of_the_model(self, name):
+        model_type, options = CONFIGS[name]
+        config = CONFIG_MAPPING[model_type](**TINY | options)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        for record, layer in zip(sizes_of(config).layers, model.model.layers, strict=True):
+            mixer = next(module for name, module in layer.named_children() if name.endswith("attn"))
+            linear = [module for module in mixer.modules() if isinstance(module, torch.nn.Linear)]
+            found = sorted((module.in_features, module.out_features) for module in linear)
+            self.assertEqual(sorted(record.mixer.linears), found)
+            # That of the output last.
+            self.assertEqual(record.mixer.linears[-1][1], config.hidden_size)
+
+
+if __name__ == "__main__":
+    unittest.main()
