@@ -17,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRout
 
 from transformers_packed.ops import choose_experts, experts
 from transformers_packed.ops.moe import verify_triton
-from transformers_packed.ops.terms import Adapter
+from transformers_packed.ops.terms import Adapter, DequantizedExperts
 
 
 BFLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64
@@ -617,9 +617,7 @@ class IsolationTest(Assertions, InterpretedKernelsTest):
 MATRICES = ("gate_up_down", "gate_up_up", "down_down", "down_up")
 
 
-class AdapterTest(Assertions, InterpretedKernelsTest):
-    """Adapters of the experts' weights."""
-
+class AdaptersTestCase(Assertions, InterpretedKernelsTest):
     def matrices(self, case, ranks, dtype):
         number, hidden, width = case.down.shape
         found = []
@@ -627,7 +625,7 @@ class AdapterTest(Assertions, InterpretedKernelsTest):
             found += [normal(number, rank, size, seed=50 + seed) / 8, normal(number, out, rank, seed=60 + seed) / 4]
         return [x.to(dtype) for x in found]
 
-    def run_op(self, case, impl, matrices, trained=(*NAMES, *MATRICES)):
+    def run_op(self, case, impl, matrices, trained=(*NAMES, *MATRICES), stored=lambda gate_up, down: (gate_up, down)):
         """The output, and the gradients of the tensors `trained`. Without `impl`, the adapters join the weights."""
         x, weights, gate_up, down = leaves = case.leaves(trained)
         leaves += [m.detach().requires_grad_(n in trained) for n, m in zip(MATRICES, matrices, strict=True)]
@@ -642,9 +640,14 @@ class AdapterTest(Assertions, InterpretedKernelsTest):
             y = oracle(x, case.index, weights, *joined)
         else:
             names = ("gate_up_adapter", "down_adapter")
-            y = experts(x, case.index, weights, gate_up, down, **dict(zip(names, adapters, strict=True)), impl=impl)
+            adapters = dict(zip(names, adapters, strict=True))
+            y = experts(x, case.index, weights, *stored(gate_up, down), **adapters, impl=impl)
         leaves = [leaf for leaf in leaves if leaf.requires_grad and leaf.numel()]
         return [y.detach(), *torch.autograd.grad(y, leaves, case.upstream.to(y))]
+
+
+class AdapterTest(AdaptersTestCase):
+    """Adapters of the experts' weights."""
 
     @parameterized.expand(
         each(
@@ -691,6 +694,128 @@ class AdapterTest(Assertions, InterpretedKernelsTest):
         plain = self.run_op(case, "triton", matrices)
         with guarded_buffers():
             self.assert_same_bits(self.run_op(case, "triton", matrices), plain)
+
+
+# Elements of three experts' first weights or six experts' second ones. With 1, it is one expert at a time.
+PIECES = (3 * 128 * 64, 1)
+
+
+class QuantizedExpertsTest(AdaptersTestCase):
+    """Frozen weights that are computed for some experts at a time."""
+
+    def setUp(self):
+        super().setUp()
+        self.computed = []
+
+    def quantized(self, number, layout=lambda x: x):
+        """Return a function that gives the op the last `number` of both weights as quantized ones."""
+
+        def stored(*weights):
+            return *weights[: 2 - number], *(self.record(x, layout) for x in weights[2 - number :])
+
+        return stored
+
+    def record(self, weights, layout):
+        def compute(first, last):
+            self.computed.append((weights.shape[1], first, last))
+            return layout(weights[first:last].float())
+
+        return DequantizedExperts(weights.shape, weights.dtype, compute)
+
+    def pieces(self, elements):
+        return mock.patch("transformers_packed.ops.backends.triton.moe._PIECE", elements)
+
+    @parameterized.expand(
+        each(
+            (impl, routing, number, piece, *ranks)
+            for impl, piece in (("reference", 1), ("triton", PIECES[0]), ("triton", PIECES[1]))
+            for routing, number, *ranks in (
+                ("random", 2, 4, 33),
+                ("random", 1, 0, 8),
+                ("experts_without_tokens", 2, 0, 0),
+                ("on_another_device", 1, 4, 8),
+                ("more_than_a_tile", 2, 0, 0),
+                ("many_experts", 2, 4, 8),
+                ("no_tokens", 2, 4, 8),
+            )
+        )
+    )
+    def test_the_same_bits_as_with_the_weights(self, _, impl, routing, number, piece, *ranks):
+        case, trained = Case(*ROUTINGS[routing], dtype=BFLOAT16, x_dtype=FLOAT32), (*NAMES[:2], *MATRICES)
+        matrices = self.matrices(case, ranks, FLOAT32)
+        expected = self.run_op(case, impl, matrices, trained)
+        with self.pieces(piece):
+            found = self.run_op(case, impl, matrices, trained, self.quantized(number))
+        self.assert_same_bits(found, expected)
+
+    @parameterized.expand(LAYOUTS)
+    def test_computed_in_another_layout(self, layout):
+        case = Case(*ROUTINGS["random"], dtype=BFLOAT16)
+        matrices = self.matrices(case, (4, 8), BFLOAT16)
+        expected = self.run_op(case, "triton", matrices, NAMES[:2])
+        with self.pieces(PIECES[0]):
+            found = self.run_op(case, "triton", matrices, NAMES[:2], self.quantized(2, LAYOUTS[layout]))
+        self.assert_same_bits(found, expected)
+
+    @parameterized.expand(each((impl, *ranks) for impl in IMPLEMENTATIONS for ranks in ((0, 0), (4, 8))))
+    def test_isolation(self, _, impl, *ranks):
+        document = Case(choices(7, 4, 2), 4, dtype=BFLOAT16, x_dtype=FLOAT32)
+        matrices = self.matrices(document, ranks, FLOAT32)
+        adapters = {}
+        if ranks[0]:
+            adapters = {"gate_up_adapter": Adapter(*matrices[:2], 0.5), "down_adapter": Adapter(*matrices[2:], 3.0)}
+
+        def call(x, index, weights, *both):
+            return experts(x, index, weights, *self.quantized(2)(*both), **adapters, impl=impl)
+
+        with self.pieces(PIECES[0]):
+            self.assertEqual(leaks(document, call, (11, 30), 1), [])
+
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_autocast(self, impl):
+        case = Case(*ROUTINGS["random"])
+
+        def call(x, index, weights, *both):
+            with torch.autocast("cpu", BFLOAT16):
+                return experts(x, index, weights, *both, impl=impl)
+
+        expected = case.run(call, NAMES[:2])
+        with self.pieces(PIECES[0]):
+            found = case.run(lambda *args: call(*args[:3], *self.quantized(2)(*args[3:])), NAMES[:2])
+        self.assert_same_bits(found, expected)
+
+    def test_a_piece_is_computed_once_for_each_direction(self):
+        case = Case(choices(20, 5, 2), 5, dtype=BFLOAT16)
+        first, second = [(128, 0, 3), (128, 3, 5)], [(64, 0, 5)]
+        for trained, ranks, backward in (
+            (("x",), (0, 0), [*second, *first]),
+            (("weights",), (0, 0), second),
+            (MATRICES[:1], (4, 8), [*second, *first]),
+            (MATRICES[2:], (4, 8), second),
+        ):
+            self.computed.clear()
+            with self.pieces(PIECES[0]):
+                self.run_op(case, "triton", self.matrices(case, ranks, BFLOAT16), trained, self.quantized(2))
+            self.assertEqual(self.computed, [*first, *second, *backward], trained)
+
+    def test_nothing_of_the_weights_is_kept(self):
+        case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
+        x, weights, *both = leaves = case.leaves(NAMES[:2])
+        kept = saved_in(lambda: experts(x, case.index, weights, *self.quantized(2)(*both), impl="triton"))
+        inputs = {t.untyped_storage().data_ptr() for t in (*leaves[:2], case.index)}
+        new = [t for t in kept if t.untyped_storage().data_ptr() not in inputs and t.is_floating_point()]
+        self.assertEqual([t.shape for t in new], [(20 * 2, 2 * 64)])
+
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_no_gradients_wanted(self, impl):
+        case = Case(choices(9, 3, 2), 3, dtype=BFLOAT16)
+        expected = case.run(impl, ())[0]
+        x, weights, *both = case.leaves(NAMES[:2])
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                y = experts(x, case.index, weights, *self.quantized(2)(*both), impl=impl)
+            self.assertFalse(y.requires_grad)
+            self.assertTrue(torch.equal(y, expected))
 
 
 class SharedExpertTest(Assertions, InterpretedKernelsTest):

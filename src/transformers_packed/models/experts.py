@@ -11,13 +11,16 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers.activations import SiLUActivation
 from transformers.integrations import finegrained_fp8, moe
 
+from ..errors import input_error
 from ..ops import experts
 from ..ops.dispatch import ran
+from ..ops.float8 import dequantized
 from ..ops.moe import verify_triton
-from ..ops.terms import Adapter
+from ..ops.terms import Adapter, DequantizedExperts
 from .families import OWN
-from .lora import adapter_of_parameter, lora_class
+from .lora import adapter_of_parameter, is_lora, lora_class
 from .packed_model import EXPERTS
+from .quantized_weights import ExpertsIn4bit, float8_rows_of, is_replaced
 from .releases import has_post_expert_norm, has_usual_gate
 from .untouched import is_untouched
 
@@ -35,6 +38,23 @@ def switch_implementation(model: torch.nn.Module, ours: bool) -> None:
             config._experts_implementation = after
 
 
+def replaced_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """List the experts of our models whose weights bitsandbytes' `replace_parameter_4bit` has replaced, for [`adopt`].
+
+    Raises:
+        `ValueError`: PEFT has wrapped such a weight. Its adapters are of another shape.
+    """
+    found = []
+    for parent in model.modules():
+        for module in parent.children():
+            if is_replaced(module) and any(cls.__name__ in _CLASSES for cls in type(module).__mro__):
+                if any(map(is_lora, (parent, *module.parametrizations.values()))):  # type: ignore[operator]
+                    got = "adapters on weights that bitsandbytes has replaced"
+                    raise input_error("patch_model before get_peft_model for experts in 4 bit", got)
+                found.append(module)
+    return found
+
+
 def isolates(module: Any) -> bool:
     """Whether the result of a token in this module of experts depends on other tokens in no bit."""
     while hasattr(module, "base_layer"):
@@ -42,7 +62,11 @@ def isolates(module: Any) -> bool:
     # Any other module may lack these attributes, or have a forward of its own.
     if type(module).__name__ not in _CLASSES or module.config._experts_implementation != EXPERTS:
         return False
-    return not _problem(module, module.gate_up_proj.new_empty(1, module.config.hidden_size), None, None)
+    weights = weights_of(module)
+    if isinstance(weights, str):
+        return False
+    x = torch.empty(1, module.config.hidden_size, dtype=weights[0].dtype, device=module.down_proj.device)
+    return not _problem(module, weights, x, None, None)
 
 
 def run_experts(
@@ -72,9 +96,10 @@ def run_experts(
     """
     base, adapters = _adapters_of(module)
     if adapters is not None:
-        reason = _problem(base, hidden_states, top_k_index, top_k_weights, *adapters)
+        weights = weights_of(base)
+        reason = _problem(base, weights, hidden_states, top_k_index, top_k_weights, *adapters)
         if not reason:
-            call = hidden_states, top_k_index, top_k_weights, base.gate_up_proj, base.down_proj
+            call = hidden_states, top_k_index, top_k_weights, *weights
             gate_up, down = adapters
             gated = None if shared_gate is None else (shared, shared_gate)
             output = experts(*call, gate_up_adapter=gate_up, down_adapter=down, shared=gated)
@@ -102,7 +127,9 @@ def _adapters_of(module: Any) -> tuple[Any, list[Adapter | None] | None]:
         if adapter is not None:
             found[module.parameter_name] = adapter
         module = module.base_layer
-    plain = type(module).__name__ in _CLASSES and is_untouched(module, type(module))
+    # [`_weight_of`] knows the types of weights.
+    kinds = tuple(map(type, module._parameters.values()))
+    plain = type(module).__name__ in _CLASSES and is_untouched(module, type(module), parameters=kinds)
     if not plain or module.config._experts_implementation != EXPERTS:
         return module, None
     return module, [found.get(name) for name in ("gate_up_proj", "down_proj")]
@@ -122,14 +149,46 @@ def experts_forward(
     Returns:
         `torch.Tensor` of shape `[T, hidden]`.
     """
-    reason = _problem(self, hidden_states, top_k_index, top_k_weights)
+    weights = weights_of(self)
+    reason = _problem(self, weights, hidden_states, top_k_index, top_k_weights)
     if not reason:
-        return experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
+        return experts(hidden_states, top_k_index, top_k_weights, *weights)
     ran("experts", _DEFAULT, [reason])
     return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-def _problem(module, hidden_states, index, weights, gate_up_adapter=None, down_adapter=None) -> str:
+def weights_of(module: Any) -> list[torch.Tensor | DequantizedExperts] | str:
+    """Return both weights of the experts for the op, or why it cannot have them."""
+    # Each read of a parametrized weight computes it again, which changes the state of a spectral norm.
+    if is_parametrized(module):
+        return "their weights are parametrized"
+    gate_up, down = map(_weight_of, (module.gate_up_proj, module.down_proj))
+    if gate_up is None or down is None:
+        return "their weights are sharded, or quantized in another way"
+    return [gate_up, down]
+
+
+def _weight_of(weight: Any) -> torch.Tensor | DequantizedExperts | None:
+    """Return a weight of experts for the op, or `None` if it is of an unknown type."""
+    kind = type(weight)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return weight
+    if weight.requires_grad:
+        return None
+    if kind is ExpertsIn4bit:
+        return DequantizedExperts(weight.shape, weight.state.dtype, weight.compute)
+    stored = float8_rows_of(weight)
+    if stored is None:
+        return None
+
+    def compute(first: int, last: int) -> torch.Tensor:
+        data, scale = (x[first:last] for x in stored)
+        return dequantized(data.flatten(0, 1), scale.flatten(), weight.dtype).view(data.shape)
+
+    return DequantizedExperts(weight.shape, weight.dtype, compute)
+
+
+def _problem(module, matrices, hidden_states, index, weights, gate_up_adapter=None, down_adapter=None) -> str:
     """Return why the op would fail, be slow or compute something else than this module, or an empty string."""
     if not has_usual_gate(module) or not module.has_gate or not module.is_concatenated:
         return "their gate is computed in another way"
@@ -139,15 +198,12 @@ def _problem(module, hidden_states, index, weights, gate_up_adapter=None, down_a
         return "they have biases, transposed weights or a norm"
     if torch.compiler.is_compiling():
         return "torch.compile runs Transformers' own"
-    # Each read of a parametrized weight computes it again, which changes the state of a spectral norm.
-    if is_parametrized(module):
-        return "their weights are parametrized"
-    gate_up, down = module.gate_up_proj, module.down_proj
-    if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in (gate_up, down)):
-        return "their weights are sharded or quantized"
+    if isinstance(matrices, str):
+        return matrices
     # The reference is for CPUs. It copies the number of each expert's rows to the host.
     if hidden_states.device.type == "cpu":
         return ""
+    gate_up, down = matrices
     return verify_triton(hidden_states, index, weights, gate_up, down, gate_up_adapter, down_adapter, None)[1]
 
 

@@ -11,12 +11,13 @@ from transformers.utils import logging
 
 from ..ops.backends import triton
 from ..ops.dispatch import ran
-from ..ops.float8 import DTYPE
+from ..ops.float8 import dequantized
 from ..ops.linear import fused_linears, product_dtype
 from ..ops.norm import gated_rms_norm
 from ..ops.terms import Adapter, Dequantized, Float8Weight, Projection
 from .float8 import is_in_float8, warn_about
 from .lora import adapters_of, is_lora
+from .quantized_weights import float8_rows_of
 from .untouched import is_bare_linear, is_untouched
 
 
@@ -89,19 +90,13 @@ def _torchao_float8(layer, in_float8):
         return None
     # Pruning and old weight norms compute the weight from other parameters.
     weight = layer._parameters.get("weight")
-    kind = type(weight)
-    if kind.__name__ != "Float8Tensor" or not kind.__module__.startswith("torchao."):
+    stored = float8_rows_of(weight)
+    if stored is None or not is_untouched(layer, torch.nn.Linear, parameters=(type(weight), torch.nn.Parameter)):
         return None
-    if not is_untouched(layer, torch.nn.Linear, parameters=(kind, torch.nn.Parameter)) or weight.requires_grad:
-        return None
-    data, scale = weight.qdata, weight.scale
-    rows = data.dtype == DTYPE and data.is_contiguous() and scale.shape == (len(data), 1)
-    # With `act_quant_kwargs`, torchao would cast the input too, in evaluation as well.
-    if not rows or scale.dtype != torch.float32 or weight.act_quant_kwargs is not None:
-        return None
+    data, scale = stored[0], stored[1].flatten()
     if in_float8:
-        return Float8Weight(data, scale[:, 0], weight.dtype)
-    return Dequantized(weight.shape, weight.dtype, weight.dequantize)
+        return Float8Weight(data, scale, weight.dtype)
+    return Dequantized(weight.shape, weight.dtype, lambda: dequantized(data, scale, weight.dtype))
 
 
 def _bitsandbytes(layer, in_float8):

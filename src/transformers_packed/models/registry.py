@@ -15,6 +15,7 @@ from ..errors import input_error
 from .families import OWN, families_of_class, modeling_module
 from .family import PATCHED, Isolated, Own, Refused
 from .packed_model import PackedModelMixin
+from .quantized_weights import adopt
 from .releases import MODELS, Part, check_names, check_signatures, registered_classes, supports_other_families
 from .replacements import FAST_PATHS, REPLACEMENTS, Change, Model, apply_changes, become, find_changes
 from .trl_head import use_our_products
@@ -186,8 +187,9 @@ def patch_model(model: Model) -> Model:
 
     Raises:
         `ValueError`: the model's family cannot be packed or was never audited (see [`audit_model`]), the model is
-            sharded by FSDP, or a module cannot be converted because its class is a subclass or copy of a stock class
-            or because it has its own `forward`. The model is unchanged in all these cases.
+            sharded by FSDP, PEFT has adapters on experts that bitsandbytes has replaced, or a module cannot be
+            converted because its class is a subclass or copy of a stock class or because it has its own `forward`. The
+            model is unchanged in all these cases.
         `ImportError`: the installed Transformers lacks an API that our models use.
 
     Example:
@@ -207,6 +209,8 @@ def patch_model(model: Model) -> Model:
     changes = _changes_of_patch(model)
     before = has_our_classes(model)
     apply_changes(changes)
+    for module in _experts().replaced_experts(model):
+        adopt(module)
     for module in model.modules():
         if isinstance(module, tuple(REPLACEMENTS.values())):
             use_our_products(module)
@@ -239,6 +243,7 @@ def _changes_of_patch(model: torch.nn.Module) -> list[Change]:
     # Generated copies of a stock class, as some libraries create them, are detected by name.
     related = lambda cls: not issubclass(cls, ours) and any(base.__name__ in names for base in cls.__mro__)  # noqa: E731
     changes = find_changes(model, REPLACEMENTS, related)
+    _experts().replaced_experts(model)
     if not _has_ours_after(model, changes):
         _check_isolated(model)
     return changes

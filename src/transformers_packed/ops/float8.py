@@ -95,6 +95,11 @@ def cast_rows(*parts: torch.Tensor, factor: torch.Tensor | None = None) -> tuple
     return (x / scale[:, None]).to(DTYPE), scale
 
 
+def dequantized(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the rows `[R, C]` in float8 times their scales `[R]`, in `dtype`."""
+    return (q.float() * scale[:, None]).to(dtype)
+
+
 def transposed(x: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
     """Write the transpose of `x` to `out`, cast with the scales of the rows if they are given, and fill up with zeros."""
     if x.is_cuda:

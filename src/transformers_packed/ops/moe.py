@@ -14,13 +14,13 @@ from .backends import triton
 from .dispatch import Implementation, always, run
 from .example import Call, Setting
 from .norm import widened
-from .terms import Adapter
+from .terms import Adapter, DequantizedExperts
 
 
 # Rows of one expert that the reference multiplies at a time. The last block of an expert is filled with zeros.
 _BLOCK = 16
 # Highest rank of an adapter whose products fit into the registers of the kernels.
-_MAX_RANK = 64
+MAX_RANK = 64
 
 
 def choose_experts(
@@ -87,8 +87,8 @@ def experts(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
+    gate_up_proj: torch.Tensor | DequantizedExperts,
+    down_proj: torch.Tensor | DequantizedExperts,
     *,
     gate_up_adapter: Adapter | None = None,
     down_adapter: Adapter | None = None,
@@ -104,9 +104,10 @@ def experts(
             Experts of each token. An index of `E` or more stands for an expert on another device and adds nothing.
         top_k_weights (`torch.Tensor` of shape `[T, top_k]`):
             Weights of these experts.
-        gate_up_proj (`torch.Tensor` of shape `[E, 2 * width, hidden]`):
-            First weights of all experts, those of the gate before the others.
-        down_proj (`torch.Tensor` of shape `[E, hidden, width]`):
+        gate_up_proj (`torch.Tensor` of shape `[E, 2 * width, hidden]`, or [`DequantizedExperts`]):
+            First weights of all experts, those of the gate before the others. Quantized weights are frozen, and
+            computed for some experts at a time, once in the forward and once in the backward.
+        down_proj (`torch.Tensor` of shape `[E, hidden, width]`, or [`DequantizedExperts`]):
             Second weights of all experts.
         gate_up_adapter ([`Adapter`], *optional*), down_adapter ([`Adapter`], *optional*):
             Additions of low rank to the weights, `down` `[E, rank, in]` and `up` `[E, out, rank]`, without dropout and
@@ -166,7 +167,7 @@ def _reference(
     hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter, down_adapter, shared
 ):
     tokens, top_k = top_k_index.shape
-    number, dtype = len(gate_up_proj), gate_up_proj.dtype
+    number, dtype = gate_up_proj.shape[0], gate_up_proj.dtype
     slots = top_k_index.flatten()
     order = slots.argsort(stable=True)
     counts = torch.bincount(slots.clamp(max=number), minlength=number + 1)[:number].tolist()
@@ -192,11 +193,17 @@ def _reference(
 
 
 def _by_expert(weight, adapter):
-    """Return the weight of each expert, and the two matrices of its adapter."""
+    """Yield the weight of each expert, and the two matrices of its adapter."""
+    number = weight.shape[0]
+    if isinstance(weight, DequantizedExperts):
+        matrices = (weight.compute(i, i + 1)[0].to(weight.dtype) for i in range(number))
+    else:
+        matrices = weight.unbind()
     if adapter is None:
-        return [(x, None, None) for x in weight.unbind()]
+        yield from ((x, None, None) for x in matrices)
+        return
     factors = adapter.down, adapter.up * adapter.scale
-    return list(zip(weight.unbind(), *(x.to(weight.dtype).unbind() for x in factors), strict=True))
+    yield from zip(matrices, *(x.to(weight.dtype).unbind() for x in factors), strict=True)
 
 
 def _apply(rows, weight, down, up):
@@ -211,8 +218,11 @@ def _triton(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, 
     dtype = autocast_dtype(hidden_states) or gate_up_proj.dtype
     # Autograd needs the matrices as arguments of their own.
     factors = [(None, None, None) if a is None else a[:3] for a in (gate_up_adapter, down_adapter)]
-    options = dtype, [scale for *_, scale in factors], torch.is_grad_enabled()
-    call = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj
+    weights = gate_up_proj, down_proj
+    quantized = [x if isinstance(x, DequantizedExperts) else None for x in weights]
+    options = dtype, [scale for *_, scale in factors], torch.is_grad_enabled(), quantized
+    weights = [None if isinstance(x, DequantizedExperts) else x for x in weights]
+    call = hidden_states, top_k_index, top_k_weights, *weights
     return Experts.apply(*call, *(shared or (None, None)), options, *factors[0][:2], *factors[1][:2])
 
 
@@ -236,7 +246,7 @@ def verify_triton(
         return False, f"needs weights of one dtype, not {gate_up_proj.dtype} and {down_proj.dtype}"
     adapters = [adapter for adapter in (gate_up_adapter, down_adapter) if adapter is not None]
     rank = max((adapter.down.shape[1] for adapter in adapters), default=0)
-    return (False, f"supports adapters up to rank {_MAX_RANK}, not {rank}") if rank > _MAX_RANK else (True, "")
+    return (False, f"supports adapters up to rank {MAX_RANK}, not {rank}") if rank > MAX_RANK else (True, "")
 
 
 ROUTERS = {

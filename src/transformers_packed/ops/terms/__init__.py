@@ -13,7 +13,19 @@ product is a record and a term in a file of this folder, and an entry of `KINDS`
 from .float8 import Float8, Float8Weight
 from .low_rank import Adapter, LowRank
 from .products import Plan, Products, Projection, planned
-from .weights import Dequantized
+from .weights import PIECE, Dequantized, DequantizedExperts
 
 
-__all__ = ["Adapter", "Dequantized", "Float8", "Float8Weight", "LowRank", "Plan", "Products", "Projection", "planned"]
+__all__ = [
+    "PIECE",
+    "Adapter",
+    "Dequantized",
+    "DequantizedExperts",
+    "Float8",
+    "Float8Weight",
+    "LowRank",
+    "Plan",
+    "Products",
+    "Projection",
+    "planned",
+]

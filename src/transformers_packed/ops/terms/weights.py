@@ -9,6 +9,11 @@ import torch.nn.functional as F
 from .term import Term, accumulated, product
 
 
+# Elements of the weights of quantized experts that are computed at a time. Fewer ones need more launches, with a rest in
+# each.
+PIECE = 2**27
+
+
 class Dequantized(NamedTuple):
     """A frozen weight that is computed when a product needs it.
 
@@ -29,6 +34,24 @@ class Dequantized(NamedTuple):
     def casts_input(self) -> bool:
         """Whether the input may have more precision than the products."""
         return True
+
+
+class DequantizedExperts(NamedTuple):
+    """Frozen weights of experts that are computed when a product needs them, some experts at a time.
+
+    Args:
+        shape (`torch.Size`):
+            Shape of the weights, `[E, out, in]`.
+        dtype (`torch.dtype`):
+            Dtype of the products.
+        compute (`Callable[[int, int], torch.Tensor]`):
+            Returns the weights `[last - first, out, in]` of the experts from `first` to before `last`, in any floating
+            dtype.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    compute: Callable[[int, int], torch.Tensor]
 
 
 class Weights(Term):

@@ -8,6 +8,8 @@ along the reduced dimension, and one program adds a token's choices in their ord
 on other tokens.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -15,6 +17,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...autograd import first_order
+from ...terms import PIECE as _PIECE
+from ...terms import DequantizedExperts
 from . import ceil_div, on_its_device
 
 
@@ -66,18 +70,23 @@ def _plan(sorted_ptr, ends_ptr, tiles_ptr, count, E, ROWS: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def _tile(ends_ptr, tiles_ptr, E, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+def _tile(
+    ends_ptr, tiles_ptr, E, FIRST, LAST, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
     """Return the expert of this program's tile, the end of its rows, and the tile's first row and column of `N`.
 
-    A tile without rows starts at or after the end.
+    The first tile is that of expert `FIRST`. A tile without rows, or of expert `LAST` or later, starts at or after the
+    end.
     """
     tile, experts = tl.program_id(0) // (N // COLUMNS), tl.arange(0, WIDTH)
+    tile += tl.where(FIRST > 0, tl.load(tiles_ptr + tl.maximum(FIRST - 1, 0)), 0)
     tiles = tl.load(tiles_ptr + experts, mask=experts < E, other=2147483647)
     expert = tl.sum((tiles <= tile).to(tl.int32), 0)
     before = tl.maximum(expert - 1, 0)
     start = tl.where(expert > 0, tl.load(ends_ptr + before), 0)
     first = tl.where(expert > 0, tl.load(tiles_ptr + before), 0)
-    end = tl.load(ends_ptr + expert, mask=expert < E, other=0)
+    end = tl.load(ends_ptr + expert, mask=expert < LAST, other=0)
     return expert, end, start + (tile - first) * ROWS, tl.program_id(0) % (N // COLUMNS) * COLUMNS
 
 
@@ -89,13 +98,15 @@ def _store_rows(ptr, values, rows, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def _rows_times_experts(
-    a_desc, b_desc, down_desc, up_desc, y_ptr, low_ptr, order_ptr, ends_ptr, tiles_ptr, E, N: tl.constexpr,
-    K: tl.constexpr, RANK: tl.constexpr, TRANSPOSED: tl.constexpr, SCATTER: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    a_desc, b_desc, down_desc, up_desc, y_ptr, low_ptr, order_ptr, ends_ptr, tiles_ptr, E, FIRST, LAST,
+    N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, TRANSPOSED: tl.constexpr, SCATTER: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    expert, end, row, column = _tile(ends_ptr, tiles_ptr, E, N, ROWS, COLUMNS, WIDTH)
+    expert, end, row, column = _tile(ends_ptr, tiles_ptr, E, FIRST, LAST, N, ROWS, COLUMNS, WIDTH)
     if row >= end:
         return
+    # Where the weights of the expert are.
+    place = expert - FIRST
     rows = row + tl.arange(0, ROWS)
     inside = (rows < end)[:, None]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -104,9 +115,9 @@ def _rows_times_experts(
     for k in range(0, K, STEP):
         a = a_desc.load([row, k])
         if TRANSPOSED:
-            total = tl.dot(a, b_desc.load([expert * N + column, k]).T, total)
+            total = tl.dot(a, b_desc.load([place * N + column, k]).T, total)
         else:
-            total = tl.dot(a, b_desc.load([expert * K + k, column]), total)
+            total = tl.dot(a, b_desc.load([place * K + k, column]), total)
         if RANK:
             low = tl.dot(a, down_desc.load([expert * RANK, k]).T, low)
     if RANK:
@@ -117,20 +128,20 @@ def _rows_times_experts(
             total = tl.dot(rounded, up_desc.load([expert * RANK, column]), total)
         if column == 0:
             _store_rows(low_ptr, rounded, rows, inside, RANK)
-    place = rows.to(tl.int64)
+    to = rows.to(tl.int64)
     if SCATTER:
-        place = tl.load(order_ptr + rows, mask=rows < end, other=0)
-    at = place[:, None] * N + column + tl.arange(0, COLUMNS)[None, :]
+        to = tl.load(order_ptr + rows, mask=rows < end, other=0)
+    at = to[:, None] * N + column + tl.arange(0, COLUMNS)[None, :]
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _gate_up(
-    x_ptr, w_desc, down_desc, up_desc, h_ptr, both_ptr, low_ptr, order_ptr, ends_ptr, tiles_ptr, E, N: tl.constexpr,
-    K: tl.constexpr, RANK: tl.constexpr, TOP: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, w_desc, down_desc, up_desc, h_ptr, both_ptr, low_ptr, order_ptr, ends_ptr, tiles_ptr, E, FIRST, LAST,
+    N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, TOP: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    expert, end, row, column = _tile(ends_ptr, tiles_ptr, E, N, ROWS, COLUMNS, WIDTH)
+    expert, end, row, column = _tile(ends_ptr, tiles_ptr, E, FIRST, LAST, N, ROWS, COLUMNS, WIDTH)
     if row >= end:
         return
     rows = row + tl.arange(0, ROWS)
@@ -139,13 +150,13 @@ def _gate_up(
     x_at = x_ptr + (choices // TOP)[:, None] * K + tl.arange(0, STEP)[None, :]
     gate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     up = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    first = expert * 2 * N + column
+    first, place = expert * 2 * N + column, (expert - FIRST) * 2 * N + column
     if RANK:
         low = tl.zeros((ROWS, RANK), dtype=tl.float32)
     for k in range(0, K, STEP):
         x = tl.load(x_at + k)
-        gate = tl.dot(x, w_desc.load([first, k]).T, gate)
-        up = tl.dot(x, w_desc.load([first + N, k]).T, up)
+        gate = tl.dot(x, w_desc.load([place, k]).T, gate)
+        up = tl.dot(x, w_desc.load([place + N, k]).T, up)
         if RANK:
             low = tl.dot(x, down_desc.load([expert * RANK, k]).T, low)
     if RANK:
@@ -294,12 +305,13 @@ class _Plan:
         columns = _divisor(n, 256)
         y = rows.new_empty(len(self.order), n)
         a = TensorDescriptor.from_tensor(rows, [_ROWS, _STEP])
-        b = TensorDescriptor.from_tensor(weight.flatten(0, 1), [columns, _STEP] if transposed else [_STEP, columns])
-        low, rank, first, second = self._adapter(rows, factors, columns, transposed)
-        _rows_times_experts[self.grid(n // columns)](
-            a, b, first, second, y, low, self.order, self.ends, self.tiles, number, n, k, rank, transposed, scatter,
-            _ROWS, columns, _STEP, self.width, num_warps=8, num_stages=4,
-        )  # fmt: skip
+        low, rank, down, up = self._adapter(rows, factors, columns, transposed)
+        for first, last, some in _pieces(weight, rows.dtype):
+            b = TensorDescriptor.from_tensor(some.flatten(0, 1), [columns, _STEP] if transposed else [_STEP, columns])
+            _rows_times_experts[self.grid(last - first, n // columns)](
+                a, b, down, up, y, low, self.order, self.ends, self.tiles, number, first, last, n, k, rank, transposed,
+                scatter, _ROWS, columns, _STEP, self.width, num_warps=8, num_stages=4,
+            )  # fmt: skip
         return y, low
 
     def _adapter(self, rows, factors, columns: int, transposed: bool):
@@ -315,9 +327,9 @@ class _Plan:
             TensorDescriptor.from_tensor(second.flatten(0, 1), [columns, rank] if transposed else [rank, columns]),
         )
 
-    def grid(self, columns: int) -> tuple[int]:
-        """Programs for the most tiles that any routing can have."""
-        return ((len(self.order) // _ROWS + len(self.ends)) * columns,)
+    def grid(self, experts: int, columns: int) -> tuple[int]:
+        """Programs for the most tiles that any routing can have of this number of experts."""
+        return ((len(self.order) // _ROWS + experts) * columns,)
 
     def gate_up(self, x, weight, factors, keep: bool):
         """Return `silu(gate) * up` of each row, and, if `keep`, gate and up and the product with the first factor."""
@@ -326,12 +338,13 @@ class _Plan:
         columns = _divisor(n, 128)
         h = x.new_empty(len(self.order), n)
         both = x.new_empty(len(self.order), 2 * n) if keep else None
-        w = TensorDescriptor.from_tensor(weight.flatten(0, 1), [columns, _STEP])
-        low, rank, first, second = self._adapter(x, factors, columns, True)
-        _gate_up[self.grid(n // columns)](
-            x, w, first, second, h, both, low, self.order, self.ends, self.tiles, number, n, k, rank, self.top_k, keep,
-            _ROWS, columns, _STEP, self.width, num_warps=8, num_stages=4,
-        )  # fmt: skip
+        low, rank, down, up = self._adapter(x, factors, columns, True)
+        for first, last, some in _pieces(weight, x.dtype):
+            w = TensorDescriptor.from_tensor(some.flatten(0, 1), [columns, _STEP])
+            _gate_up[self.grid(last - first, n // columns)](
+                x, w, down, up, h, both, low, self.order, self.ends, self.tiles, number, first, last, n, k, rank,
+                self.top_k, keep, _ROWS, columns, _STEP, self.width, num_warps=8, num_stages=4,
+            )  # fmt: skip
         return h, both, low
 
     def gate_backward(self, both, dh, weights):
@@ -366,6 +379,18 @@ def _sum_of_choices(rows, index, weights, number, dtype, shared=None, gate=None)
         rows, index, weights, shared, gate, y, number, n, index.shape[1], weights is not None, shared is not None, block
     )  # fmt: skip
     return y
+
+
+def _pieces(weight, dtype):
+    """Yield the first expert, the last one, excluded, and their weights `[N, out, in]`: all, or some quantized ones."""
+    number, *sizes = weight.shape
+    if not isinstance(weight, DequantizedExperts):
+        yield 0, number, _for_descriptor(weight.to(dtype))
+        return
+    step = max(1, _PIECE // math.prod(sizes))
+    for first in range(0, number, step):
+        last = min(first + step, number)
+        yield first, last, _for_descriptor(weight.compute(first, last).to(dtype))
 
 
 def _for_descriptor(x):
@@ -406,6 +431,11 @@ class _Factors:
         return d_down, d_up.to(up.dtype)
 
 
+def _either(quantized, *weights):
+    """Return the quantized weights, and the others where there are none."""
+    return [x if q is None else q for q, x in zip(quantized, weights, strict=True)]
+
+
 def _zeros_like(inputs, wanted):
     return tuple(torch.zeros_like(x) if w else None for x, w in zip(inputs, wanted, strict=True))
 
@@ -420,26 +450,25 @@ def _shared_gradients(dy, shared, gate):
 class Experts(torch.autograd.Function):
     """The weighted sum of the experts' outputs for tokens `[T, hidden]`, plus that of the shared expert if it is given.
 
-    `options` are the dtype of all products, the scales of the adapters of both weights, and whether gradients are
-    enabled. The last tensors are the matrices of these adapters, or `None`.
+    `options` are the dtype of all products, the scales of the adapters of both weights, whether gradients are enabled,
+    and both weights if they are quantized. The last tensors are the matrices of these adapters, or `None`.
     """
 
     @staticmethod
     @on_its_device
     def forward(ctx, x, index, weights, gate_up, down, shared, gate, options, *matrices):
-        dtype, scales, keep = options
+        dtype, scales, keep, ctx.quantized = options
         ctx.dtype, ctx.like, ctx.scales = dtype, x.dtype, scales
-        index, weights, number = index.contiguous(), weights.contiguous(), len(gate_up)
+        first_weight, second_weight = _either(ctx.quantized, gate_up, down)
+        index, weights, number = index.contiguous(), weights.contiguous(), first_weight.shape[0]
         shared, gate = (None if t is None else t.contiguous() for t in (shared, gate))
         rows, low1, low2, both, plan = x.to(dtype).contiguous(), None, None, None, (None, None, None)
         if len(rows):
             plan = _Plan.of(index, number)
             first, second = _Factors.of(matrices, scales, dtype)
             keep = keep and any(ctx.needs_input_grad)
-            h, both, low1 = plan.gate_up(rows, _for_descriptor(gate_up.to(dtype)), first, keep)
-            y, low2 = plan.rows_times_experts(
-                h, _for_descriptor(down.to(dtype)), second, transposed=True, scatter=True
-            )
+            h, both, low1 = plan.gate_up(rows, first_weight, first, keep)
+            y, low2 = plan.rows_times_experts(h, second_weight, second, transposed=True, scatter=True)
             y = _sum_of_choices(y, index, weights, number, x.dtype, shared, gate)
             plan = plan.order, plan.ends, plan.tiles
         ctx.save_for_backward(rows, index, weights, gate_up, down, shared, gate, *matrices, low1, low2, both, *plan)
@@ -459,11 +488,12 @@ class Experts(torch.autograd.Function):
         dx = d_gate_up = d_down = None
         found = [None] * 4
         d_shared, d_gate = _shared_gradients(dy, shared, gate) if any(for_shared) else (None, None)
-        number, dtype = len(gate_up), ctx.dtype
+        first_weight, second_weight = _either(ctx.quantized, gate_up, down)
+        number, dtype = first_weight.shape[0], ctx.dtype
         first, second = _Factors.of(matrices, ctx.scales, dtype)
         plan = _Plan(order, ends, tiles, index.shape[1])
         dy = plan.gathered(dy.to(dtype).contiguous())
-        dh, d_low = plan.rows_times_experts(dy, _for_descriptor(down.to(dtype)), second, transposed=False)
+        dh, d_low = plan.rows_times_experts(dy, second_weight, second, transposed=False)
         d_both, d_weights = plan.gate_backward(both, dh, weights)
         if for_down:
             d_down = plan.weight_gradient(dy, dh, down.dtype)
@@ -473,9 +503,7 @@ class Experts(torch.autograd.Function):
             found[2:] = second.gradients(plan, dy, low2, dh, d_low)
         del dh, dy
         if for_x or any(for_matrices[:2]):
-            rows, d_low = plan.rows_times_experts(
-                d_both, _for_descriptor(gate_up.to(dtype)), first, transposed=False, scatter=True
-            )
+            rows, d_low = plan.rows_times_experts(d_both, first_weight, first, transposed=False, scatter=True)
             dx = _sum_of_choices(rows, index, None, number, ctx.like) if for_x else None
             del rows
         if for_gate_up or any(for_matrices[:2]):

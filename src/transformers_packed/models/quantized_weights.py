@@ -1,0 +1,199 @@
+"""Weights that torchao or bitsandbytes has quantized.
+
+Experts in 4 bit are a tensor `[E, out, in]` of a floating dtype to other code. A parameter that bitsandbytes itself has
+replaced (`replace_parameter_4bit`) has another shape and another name, which PEFT does not adapt. [`adopt`] turns such
+parameters into ours.
+"""
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+
+from ..errors import input_error
+from ..ops.float8 import DTYPE
+
+
+_THEIRS = "bitsandbytes.nn.parametrize"
+aten = torch.ops.aten
+_DETACHED = (aten.detach.default, aten.alias.default)
+_COPIES = (aten.copy_.default, aten.set_.source_Tensor)
+_SHARDS = (aten.split.Tensor, aten.split_with_sizes.default)
+# bitsandbytes' kernels count elements in 32 bits.
+_MOST = 2**31
+
+
+class ExpertsIn4bit(torch.Tensor):
+    """Frozen weights `[E, out, in]` in NF4 or FP4, with bitsandbytes' values, blocks and scales.
+
+    The op for experts computes them in the dtype that they had before, some experts at a time. Any other operation gets
+    the whole tensor in the dtype of this one, which `to` changes, as `prepare_model_for_kbit_training` does. Copies, and
+    moves to another device, stay in 4 bit. The weights cannot be changed or sharded, and a view is a copy.
+
+    Args:
+        packed (`torch.Tensor` of shape `[N / 2, 1]`):
+            The values of all `N` elements, two in a byte.
+        state (`bitsandbytes.functional.QuantState`):
+            Scales, sizes, and the dtype of products.
+        dtype (`torch.dtype`, *optional*):
+            The dtype that other code sees, by default that of products.
+    """
+
+    packed: torch.Tensor
+    state: Any
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, packed: torch.Tensor, state: Any, dtype: torch.dtype | None = None) -> "ExpertsIn4bit":
+        options: Any = {"dtype": dtype or state.dtype, "device": packed.device, "requires_grad": False}
+        return torch.Tensor._make_wrapper_subclass(cls, state.shape, **options)
+
+    def __init__(self, packed: torch.Tensor, state: Any, dtype: torch.dtype | None = None):
+        self.packed, self.state = packed, state
+
+    @classmethod
+    def of(cls, weights: torch.Tensor, quant_type: str = "nf4", double: bool = False) -> "ExpertsIn4bit":
+        """Quantize weights `[E, out, in]` on their device. `double` quantizes the scales too."""
+        from bitsandbytes.functional import quantize_4bit
+
+        if weights.numel() >= _MOST:
+            raise input_error(f"fewer than {_MOST:,} elements to quantize to 4 bit", f"{tuple(weights.shape)}")
+        return cls(*quantize_4bit(weights.contiguous(), quant_type=quant_type, compress_statistics=double))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"ExpertsIn4bit({tuple(self.shape)}, {self.state.quant_type}, {self.dtype}, {self.device})"
+
+    def compute(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Return the weights of the experts from `first` to before `last`, in the dtype of products."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        state, number = self.state, self.shape[0]
+        last = number if last is None else last
+        # Whole blocks, of scales too, may start before these experts and end after them. They are computed as one row,
+        # because bitsandbytes' code for CPUs is wrong for rows that are no multiples of blocks.
+        each = self.shape[1:].numel()
+        whole = state.blocksize * (state.state2.blocksize if state.nested else 1)
+        start, end = first * each // whole * whole, min(math.ceil(last * each / whole) * whole, self.numel())
+        some = copy.copy(state)
+        some.shape, some.absmax = torch.Size([end - start]), state.absmax[start // state.blocksize :]
+        some.absmax = some.absmax[: math.ceil((end - start) / state.blocksize)]
+        if state.nested:
+            some.state2 = copy.copy(state.state2)
+            some.state2.absmax = state.state2.absmax[start // whole : math.ceil(end / whole)]
+        values = dequantize_4bit(self.packed[start // 2 : (end + 1) // 2], some).flatten()
+        return values[first * each - start : last * each - start].view(last - first, *self.shape[1:])
+
+    def _whole(self) -> torch.Tensor:
+        return self.compute().to(self.dtype)
+
+    def _copied(self, copied: Any, dtype: torch.dtype | None = None) -> "ExpertsIn4bit":
+        state = copy.copy(self.state)
+        state.absmax, state.code = copied(state.absmax), copied(state.code)
+        if state.nested:
+            state.offset, state.state2 = copied(state.offset), copy.copy(state.state2)
+            state.state2.absmax, state.state2.code = copied(state.state2.absmax), copied(state.state2.code)
+        return ExpertsIn4bit(copied(self.packed), state, dtype or self.dtype)
+
+    def __setitem__(self, *_: Any) -> None:
+        # It would change a copy.
+        raise _in_place()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        mine, kwargs = args[0] if args and isinstance(args[0], cls) else None, kwargs or {}
+        if mine is not None:
+            if func in _DETACHED:
+                return cls(mine.packed, mine.state, mine.dtype)
+            if func is aten.clone.default:
+                return mine._copied(torch.clone)
+            if func is aten._to_copy.default:
+                device = kwargs.get("device") or mine.device
+                return mine._copied(lambda x: x.to(device, copy=True), kwargs.get("dtype"))
+            if func in _COPIES:
+                return mine._same_as(args[1])
+            if func in _SHARDS:
+                raise input_error("experts in a floating dtype to shard or split", "experts in 4 bit")
+        if any(isinstance(x, cls) for x in _written(func, args, kwargs)):
+            raise _in_place()
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, cls._whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _same_as(self, other: torch.Tensor) -> "ExpertsIn4bit":
+        """Return these weights for a copy of the same ones. Raise a `ValueError` for others.
+
+        DDP copies the weights of the first process. PEFT sets the weights, which it adapts for a forward, to themselves.
+        """
+        if getattr(other, "packed", None) is self.packed:
+            return self
+        if torch.equal(self._whole(), other._whole() if isinstance(other, ExpertsIn4bit) else other):
+            return self
+        raise input_error("the same weights in a copy to experts in 4 bit", "others")
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list:
+    """List what the operation changes in place."""
+    if not func._schema.is_mutable:
+        return []
+    values = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs
+    written = [x.name for x in func._schema.arguments if x.is_write]
+    return torch.utils._pytree.tree_leaves([values.get(name) for name in written])
+
+
+def _in_place() -> ValueError:
+    hint = "To merge an adapter, load the model without quantization, and the adapter onto it"
+    return input_error("experts in a floating dtype for a change in place", f"experts in 4 bit. {hint}")
+
+
+def set_weights(module: torch.nn.Module, name: str, weights: ExpertsIn4bit) -> None:
+    """Make `weights` a parameter of the module, whose state dict has bitsandbytes' entries."""
+    setattr(module, name, torch.nn.Parameter(weights, requires_grad=False))
+    write_entries(module)
+
+
+def write_entries(module: torch.nn.Module) -> None:
+    """Make the module's state dict have bitsandbytes' entries of weights in 4 bit."""
+    if _with_entries not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_with_entries)
+
+
+def _with_entries(module: Any, state_dict: dict, prefix: str, local_metadata: Any) -> None:
+    for name, weights in module._parameters.items():
+        if isinstance(weights, ExpertsIn4bit) and prefix + name in state_dict:
+            state_dict[prefix + name] = weights.packed
+            entries = weights.state.as_dict(packed=True)
+            state_dict.update({f"{prefix}{name}.{entry}": value for entry, value in entries.items()})
+
+
+def is_replaced(module: torch.nn.Module) -> bool:
+    """Whether bitsandbytes' `replace_parameter_4bit` has replaced a parameter of the module."""
+    if not parametrize.is_parametrized(module):
+        return False
+    parts: Any = module.parametrizations
+    return any(type(part).__module__ == _THEIRS for part in parts.modules())
+
+
+def adopt(module: torch.nn.Module) -> None:
+    """Turn parameters `[E, out, in]` of the module that bitsandbytes has replaced into [`ExpertsIn4bit`]."""
+    for name, (first, *others) in list(module.parametrizations.items()):  # type: ignore[operator, union-attr]
+        if type(first).__module__ == _THEIRS and not others:
+            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+            set_weights(module, name, ExpertsIn4bit(getattr(module, name).data, first.quant_state))
+    if is_replaced(module):
+        return
+    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(getattr(hook, "func", hook), "__module__", "") == _THEIRS:
+                hooks.pop(key)
+
+
+def float8_rows_of(weight: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the values `[..., out, in]` in e4m3 of a frozen weight of torchao, and the scales `[..., out, 1]` of its rows."""
+    kind = type(weight)
+    if kind.__name__ != "Float8Tensor" or not kind.__module__.startswith("torchao.") or weight.requires_grad:
+        return None
+    data, scale = weight.qdata, weight.scale
+    rows = data.dtype == DTYPE and data.is_contiguous() and scale.shape == (*data.shape[:-1], 1)
+    # With `act_quant_kwargs`, torchao would cast the input too, in evaluation as well.
+    return (data, scale) if rows and scale.dtype == torch.float32 and weight.act_quant_kwargs is None else None
