@@ -14,14 +14,16 @@ if not torch.cuda.is_available():
     sys.modules |= dict.fromkeys(("fla", "causal_conv1d"))
 
 from shapes import LORA_EXPERTS, LORA_LAYERS, LORA_MLP
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, set_seed
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, use_cuda_graphs, use_float8
 from transformers_packed.models.cuda_graphs import graph_length
 from transformers_packed.models.quantization import SENSITIVE
+from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
 from transformers_packed.training.mtp import train_mtp
 
 
+EXPERTS = ("gate_up_proj", "down_proj")
 # Class by module; it has the same name in Transformers and in this package.
 CLASSES = {
     "qwen3_5": "Qwen3_5ForCausalLM",
@@ -137,7 +139,7 @@ def make_model(config: dict, arm: str, device: str):
     if kind.liger:
         use_liger(model, family, builtin, kind.experts == "liger")
     if "+qlora" in arm:
-        quantize(model)
+        quantize(model, kind.model == "ours")
     if "+float8base" in arm:
         store_in_float8(model)
     if "+float8" in arm:
@@ -175,10 +177,12 @@ def use_torchao(model: torch.nn.Module, compiled: bool) -> None:
 
 
 def store_in_float8(model: torch.nn.Module) -> None:
-    """Keep the weights of the layers that `use_float8` chooses in float8 only."""
-    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+    """Keep the weights of the layers that `use_float8` chooses, and of experts, in float8 only."""
+    from torchao.quantization import Float8WeightOnlyConfig, FqnToConfig, quantize_
 
     quantize_(model, Float8WeightOnlyConfig(), filter_fn=inside(model))
+    for module in experts_of(model):
+        quantize_(module, FqnToConfig(dict.fromkeys(EXPERTS, Float8WeightOnlyConfig())), filter_fn=None)
 
 
 def use_liger(model: torch.nn.Module, family: str, builtin: ModuleType, experts: bool) -> None:
@@ -199,8 +203,14 @@ def use_liger(model: torch.nn.Module, family: str, builtin: ModuleType, experts:
             monkey_patch._patch_swiglu_module(module, LigerQwen3MoeSwiGLUMLP)
 
 
-def quantize(model: torch.nn.Module) -> None:
-    """Replace the layers that `from_pretrained` would replace, with double quantization."""
+def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules with weights of routed experts that are not yet quantized."""
+    found = (module for module in model.modules() if "gate_up_proj" in module._parameters)
+    return [module for module in found if type(module.gate_up_proj) is torch.nn.Parameter]
+
+
+def quantize(model: torch.nn.Module, experts: bool = True) -> None:
+    """Replace the weights that `from_pretrained` would replace, with double quantization. Stock classes keep `experts`."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for name in [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]:
@@ -212,7 +222,25 @@ def quantize(model: torch.nn.Module) -> None:
         weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=new)
         new.weight = weight.to(layer.weight.device)
         model.set_submodule(name, new)
+    for module in experts_of(model) if experts else ():
+        for name in EXPERTS:
+            set_weights(module, name, ExpertsIn4bit.of(getattr(module, name).data, double=True))
     model.is_loaded_in_4bit = True
+
+
+def make_base(config: dict, kind: str, device: str) -> torch.nn.Module:
+    """A causal model of random weights in NF4 or float8. Its experts in bfloat16 exist for one layer at a time."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    # A block initializes its router, so it comes after it.
+    for module in reversed([*model.modules()]):
+        module.to_empty(device=device, recurse=False)
+        model._init_weights(module)
+        if module in experts_of(module):
+            quantize(module) if kind == "nf4" else store_in_float8(module)
+    model.tie_weights()
+    quantize(model) if kind == "nf4" else store_in_float8(model)
+    return model
 
 
 def with_lora(model: torch.nn.Module, prepared: bool) -> torch.nn.Module:

@@ -1,14 +1,16 @@
 """Forward and backward of the experts of one layer, from the router's logits to the sum of the experts' outputs.
 
 `ours` is this package's op, and `grouped_mm` Transformers' default. Both get the same logits, in which some experts are
-more likely than others, and compute all gradients. The rate counts the useful products only: three times those of the
-forward, without padding of tiles and without anything computed twice.
+more likely than others, and compute all gradients. With `--lora`, the weights are frozen, adapters of rank 16 are trained, and
+`nf4` and `float8` have quantized weights. The rate counts the useful products with the weights only, without padding of
+tiles and without anything computed twice: three times those of the forward, or twice with frozen weights.
 
     python benchmarks/experts_layer.py --output benchmarks/results/experts.json
     python benchmarks/experts_layer.py --models 35B-A3B --tokens 2048 16384
 """
 
 import argparse
+import copy
 import json
 import platform
 import shlex
@@ -17,13 +19,15 @@ import sys
 from pathlib import Path
 
 import torch
-from arms import stock_module
+from arms import quantize, stock_module, store_in_float8
 from shapes import MODELS
 from step import earlier_report, timed
 from transformers import AutoConfig, set_seed
 from transformers.integrations.moe import grouped_mm_experts_forward
 
+from transformers_packed.models.experts import weights_of
 from transformers_packed.ops import choose_experts, experts
+from transformers_packed.ops.terms import Adapter
 
 
 MIXTURES = [name for name, config in MODELS.items() if "num_experts" in config]
@@ -40,9 +44,31 @@ def make_layer(config: dict, device: str, dtype: torch.dtype) -> torch.nn.Module
     return layer
 
 
-def ours(layer, hidden_states, logits, top_k):
+def adapters_of(layer: torch.nn.Module, rank: int) -> list[Adapter]:
+    """Adapters in float32, as PEFT has them."""
+    found = []
+    for weight in (layer.gate_up_proj, layer.down_proj):
+        number, out, size = weight.shape
+        shapes = (number, rank, size), (number, out, rank)
+        down, up = (0.02 * torch.randn(shape, device=weight.device) for shape in shapes)
+        found.append(Adapter(down.requires_grad_(), up.requires_grad_(), 2.0))
+    return found
+
+
+def quantized(layer: torch.nn.Module, kind: str) -> torch.nn.Module:
+    layer = copy.deepcopy(layer)
+    if kind == "nf4":
+        quantize(layer)
+    else:
+        store_in_float8(layer)
+    return layer
+
+
+def ours(layer, hidden_states, logits, top_k, gate_up_adapter=None, down_adapter=None):
     weights, index = choose_experts(logits, top_k)
-    return experts(hidden_states, index, weights, layer.gate_up_proj, layer.down_proj)
+    matrices = weights_of(layer)
+    adapters = {"gate_up_adapter": gate_up_adapter, "down_adapter": down_adapter}
+    return experts(hidden_states, index, weights, *matrices, **adapters)
 
 
 def grouped_mm(layer, hidden_states, logits, top_k):
@@ -62,14 +88,22 @@ def measure(model: str, tokens: int, args) -> dict:
     likely = torch.randn(number, device=args.device) / 2
     logits = (torch.randn(tokens, number, device=args.device) + likely).to(dtype).requires_grad_()
     x, upstream = (torch.randn(tokens, hidden, device=args.device).to(dtype) for _ in range(2))
-    leaves = [x.requires_grad_(), logits, *layer.parameters()]
-    flops = 3 * 2 * tokens * top_k * 3 * hidden * config["moe_intermediate_size"]
+    leaves, adapters, layers = [x.requires_grad_(), logits], [], dict.fromkeys(ARMS, layer)
+    if args.lora:
+        layer.requires_grad_(False)
+        adapters = adapters_of(layer, 16)
+        leaves += [factor for adapter in adapters for factor in adapter[:2]]
+        layers = {"ours": layer, "nf4": quantized(layer, "nf4"), "float8": quantized(layer, "float8")}
+    else:
+        leaves += layer.parameters()
+    flops = (2 if args.lora else 3) * 2 * tokens * top_k * 3 * hidden * config["moe_intermediate_size"]
     found = {}
-    for name, arm in ARMS.items():
+    for name, module in layers.items():
+        arm = ARMS.get(name, ours)
 
-        def step(arm=arm):
+        def step(arm=arm, module=module):
             for _ in range(args.repeats):
-                torch.autograd.grad(arm(layer, x, logits, top_k), leaves, upstream)
+                torch.autograd.grad(arm(module, x, logits, top_k, *adapters), leaves, upstream)
 
         step()
         seconds = statistics.median(timed(step, args.device) / args.repeats for _ in range(args.rounds))
@@ -77,13 +111,14 @@ def measure(model: str, tokens: int, args) -> dict:
         print(
             f"{model}, {tokens:,} tokens  {name:<12} {found[name]['median_ms']:9.3f} ms {found[name]['tflops']:7.1f}"
         )
-    return {"model": model, "tokens": tokens, "flops": flops, "arms": found}
+    return {"model": model, "tokens": tokens, "lora": args.lora, "flops": flops, "arms": found}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MIXTURES, default=["35B-A3B", "Next-80B"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384])
+    parser.add_argument("--lora", action="store_true", help="frozen weights and adapters of rank 16")
     parser.add_argument("--repeats", type=int, default=10, help="steps of a timed round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,7 +1,7 @@
 """Whole training steps of `PackedTrainer` on one GPU or on several: tokens per second of each GPU, and memory.
 
 A step is a packed row on each GPU: loading, forward, backward, clipping, AdamW. Weights are in `--weights`, and compute in
-bfloat16 (`bf16=True`). How it is launched decides between one GPU, DDP and FSDP2, as accelerate does for any Trainer:
+bfloat16 (`bf16=True`). In NF4 or float8, those of linear layers and experts are frozen, and `--lora` trains. How it is launched decides between one GPU, DDP and FSDP2, as accelerate does for any Trainer:
 
     python benchmarks/whole_steps.py --model 0.8B --output benchmarks/results/whole_steps.json
     torchrun --nproc_per_node 2 benchmarks/whole_steps.py --model 0.8B --output benchmarks/results/whole_steps.json
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import DDPCommunicationHookType
-from arms import with_lora
+from arms import make_base, with_lora
 from shapes import MODELS, model_flops, sample_lengths, with_layers
 from step import versions
 from torch.profiler import ProfilerActivity, profile
@@ -94,7 +94,7 @@ class Clock(TrainerCallback):
         if state.global_step == self.first and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         if state.global_step == self.last and torch.cuda.is_available():
-            self.peak = torch.cuda.max_memory_allocated()
+            self.peak, self.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         if self.trace is not None:
             wait()
             self.trace.__exit__(None, None, None)
@@ -182,8 +182,13 @@ def measure(args, config: dict) -> dict:
         ddp_find_unused_parameters=args.ddp_find_unused_parameters,
         **options,
     )
-    with settings.device:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=getattr(torch, args.weights))
+    if args.weights in ("nf4", "float8"):
+        model = make_base(config, args.weights, settings.device)
+    else:
+        with settings.device:
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(**config), dtype=getattr(torch, args.weights)
+            )
     if args.lora:
         model = with_lora(model, False)
     clock = Clock(args)
@@ -215,6 +220,7 @@ def measure(args, config: dict) -> dict:
         "tokens_per_second_per_gpu": round(tokens / seconds),
         "model_flops_utilization": round(flops / seconds / PEAK_FLOPS, 4),
         "peak_GiB": round(clock.peak / 2**30, 2),
+        **({"reserved_GiB": round(clock.reserved / 2**30, 2)} if clock.peak else {}),
         "first_step_seconds": round(clock.times[1] - clock.begin, 2),
         "losses": clock.losses,
     }
@@ -229,7 +235,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="0.8B")
     parser.add_argument("--layers", type=int, help="layers of the model, instead of its own number")
-    parser.add_argument("--weights", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--weights", choices=("float32", "bfloat16", "float8", "nf4"), default="float32")
     parser.add_argument("--tokens", type=int, default=16384, help="of each GPU's row")
     parser.add_argument("--optim", default="adamw_torch_fused", help="as in TrainingArguments")
     parser.add_argument("--checkpointing", action="store_true")
