@@ -8,20 +8,22 @@ import subprocess
 import tempfile
 import unittest
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from common.families import tiny_config
-from common.processes import run_cli_module
+from common.processes import EXPERTS, run_cli_module
 from mixins.patch import OTHERS
 from parameterized import parameterized
 from scripts.trainer_arms import TINY
-from transformers import Qwen3_5TextConfig
+from transformers import Qwen3_5TextConfig, Qwen3NextConfig
 
 from transformers_packed.cli import arms, bench_arm, main
 from transformers_packed.cli.bench import choose_lengths
+from transformers_packed.cli.finetune import untrained_model
 from transformers_packed.models.families import SIZED
 
 
@@ -66,6 +68,32 @@ class CommandTest(BenchTestCase):
     def test_both_arms_of_another_family(self, family):
         tiny_config(family).save_pretrained(self.path)
         self.check_both_arms()
+
+    @pytest.mark.slow
+    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+    def test_both_arms_in_4_bit(self):
+        self.check_both_arms("--lora", "--load-in-4bit")
+
+    @parameterized.expand([(Qwen3_5TextConfig,), (Qwen3NextConfig,)])
+    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+    def test_both_arms_compute_the_same_weights_in_4_bit(self, config):
+        """Also where Transformers keeps experts in the dtype of the model."""
+        names = "lora", "float8", "cuda_graphs", "gradient_checkpointing"
+        settings = Namespace(load_in_4bit=True, attn=None, weights="float32", **dict.fromkeys(names, False))
+        config = config(**TINY, **(EXPERTS if config is Qwen3NextConfig else {}))
+        ids, losses = torch.arange(1, 25)[None], []
+        for ours in (False, True):
+            torch.manual_seed(0)
+            # In evaluation, bitsandbytes packs the weights anew on some CPUs, which fails for small layers.
+            model = untrained_model(config, settings, False, torch.device("cpu"), 64, ours).train()
+            with torch.no_grad():
+                losses.append(model(input_ids=ids, labels=ids).loss.item())
+            linear = {name.rpartition(".")[2] for name, x in model.named_modules() if type(x).__name__ == "Linear4bit"}
+            self.assertGreaterEqual(linear, {"out_proj", "q_proj"})
+            self.assertFalse(linear & {"lm_head", "in_proj_a", "in_proj_ba"})
+            quantized = sum(type(x).__name__ == "ExpertsIn4bit" for x in model.parameters())
+            self.assertEqual(quantized > 0, ours and config.model_type == "qwen3_next")
+        self.assertLess(abs(losses[1] / losses[0] - 1), 1e-5)
 
     def check_both_arms(self, *options):
         """Run them in their processes, with the lengths of a file."""
@@ -150,6 +178,7 @@ class CommandTest(BenchTestCase):
         """It waits before it measures."""
         settings = {"batch_size": 8, "lora": False, "gradient_checkpointing": False, "attn": "sdpa", "float8": False}
         settings |= {"weights": "float32", "cuda_graphs": False, "seconds": 0.01, "seed": 0, "lengths": [5, 9]}
+        settings |= {"load_in_4bit": False}
         (self.path / "settings.json").write_text(json.dumps(settings | {"bfloat16": False}))
         for arm in arms.ARMS:
             kernels, measured = mock.Mock(), mock.Mock(wraps=bench_arm.tqdm)

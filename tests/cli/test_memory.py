@@ -11,9 +11,7 @@ from parameterized import parameterized
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from transformers_packed.cli import main
-from transformers_packed.cli.options import EXPERT_RANK
 from transformers_packed.data.planning.memory import plan_sequence_parallel
-from transformers_packed.models.memory import EXPERT_RANKS
 
 
 class MemoryCommandTest(unittest.TestCase):
@@ -53,16 +51,18 @@ class MemoryCommandTest(unittest.TestCase):
 
     def test_lora_of_experts(self):
         options = ("--model", self.path, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1, "--lora")
-        for given, name in ((("--experts",), "--experts"), (("--expert-weights", "nf4"), "--expert-weights")):
-            status, stdout, stderr = self.command("memory", *options, *given)
+        for given, message in (
+            ((), "a mixture of experts, with --experts, got qwen3_5_text. Leave --experts out."),
+            (("--lora-rank", 65), "--lora-rank of at most 64 with --experts, got 65. Lower it."),
+        ):
+            status, stdout, stderr = self.command("memory", *options, "--experts", *given)
             self.assertEqual((status, stdout), (1, ""))
-            message = f"expected a mixture of experts, with {name}, got qwen3_5_text. Leave {name} out."
-            self.assertEqual(stderr, f"transformers-packed memory: {message}\n")
-        self.assertEqual(EXPERT_RANKS[1], EXPERT_RANK)
+            self.assertEqual(stderr, f"transformers-packed memory: expected {message}\n")
+            Qwen3_5MoeTextConfig(num_hidden_layers=4).save_pretrained(self.path)
         config = Qwen3_5MoeTextConfig(num_hidden_layers=4)
         config.save_pretrained(self.path)
-        options += ("--experts", "--lora-rank", 8, "--expert-weights", "nf4-double")
-        given = {"lora_rank": 8, "lora_experts": True, "expert_weights": "nf4-double"}
+        options += ("--experts", "--lora-rank", 8, "--load-in-4bit")
+        given = {"lora_rank": 8, "lora_experts": True, "load_in_4bit": True}
         expected = f"{plan_sequence_parallel(config, 2**14, 1, 80, **given).summary()}\n"
         self.assertEqual(self.command("memory", *options), (0, expected, ""))
 
@@ -73,7 +73,7 @@ class MemoryCommandTest(unittest.TestCase):
             (fits, 1, "GiB per GPU"),
             ((*gpus, "--model", self.path / "missing", "--gpu-memory", 24), 1, "missing"),
             (gpus, 2, "arguments are required: --model, --gpu-memory"),
-            ((*fits, "--expert-weights", "nf4"), 2, "--expert-weights needs --lora"),
+            ((*fits, "--load-in-4bit"), 2, "--load-in-4bit needs --lora: weights in 4 bit are not trained"),
             ((*fits, "--seed", 3), 2, "unrecognized arguments: --seed"),
             ((*fits, "--data", "x"), 2, "unrecognized arguments: --data"),
         ):

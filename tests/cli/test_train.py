@@ -6,6 +6,8 @@ import resource
 import shutil
 import tempfile
 import unittest
+from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -36,12 +38,13 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 
 from transformers_packed import DataCollatorWithFlattening, PackingPlan, cli
-from transformers_packed.cli import finetune, folder_trainer, options, run_folder
+from transformers_packed.cli import finetune, folder_trainer, run_folder
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8
 from transformers_packed.models.families import SIZED
+from transformers_packed.models.quantized_weights import ExpertsIn4bit
 from transformers_packed.models.releases import can_select_checkpoints, checkpointing_argument
-from transformers_packed.ops import dispatch, moe
+from transformers_packed.ops import dispatch
 from transformers_packed.training.callbacks import warm_up
 
 
@@ -176,17 +179,25 @@ class CommandTest(unittest.TestCase):
             [("1", False), ("2", True), ("3", False)],
         )
 
-    def test_processes_that_share_rows(self):
+    @parameterized.expand([("whole", "model", []), ("4_bit", "mixture", ["--lora", "--experts", "--load-in-4bit"])])
+    def test_processes_that_share_rows(self, _, model, options):
         """Two processes train what one trains, on the same rows."""
-        options = "--row-length=30", "--max-steps=3", "--logging-steps=1", "--learning-rate=0.001"
-        where = str(self.root / "model"), str(self.root / "pairs.jsonl")
-        start, updates, lines = load_file(self.root / "model" / "model.safetensors"), [], []
+        if options and not find_spec("bitsandbytes"):
+            self.skipTest("needs bitsandbytes")
+        set_seed(0)
+        # The loss of the router would add a term.
+        config = Qwen3_5MoeTextConfig(**TEXT_CONFIG, **EXPERTS | {"output_router_logits": False})
+        self.save("mixture", AutoModelForCausalLM.from_config(config))
+        options = "--row-length=30", "--max-steps=3", "--logging-steps=1", "--learning-rate=0.001", *options
+        where = str(self.root / model), str(self.root / "pairs.jsonl")
+        name = "adapter_model.safetensors" if "--lora" in options else "model.safetensors"
+        start, updates, lines = {} if "--lora" in options else load_file(self.root / model / name), [], []
         for processes in (1, 2):
             output, shared = str(self.directory / str(processes)), ("--sequence-parallel-size", str(processes))
             found = run_processes(train_here, processes, *where, output, *options, *shared)
             self.assertEqual([status for status, _, _ in found], [0] * processes, found)
-            saved = load_file(Path(output, "model.safetensors"))
-            updates.append({name: saved[name] - weight for name, weight in start.items()})
+            saved = load_file(Path(output, name))
+            updates.append({key: weight - start.get(key, 0) for key, weight in saved.items()})
             lines.append(re.findall(r"^step .*: loss [0-9.]+", found[0][1], re.MULTILINE))
             self.assertIn("3 steps, rows of up to 30 tokens, 1 per step", found[0][1])
         self.assertEqual(len(lines[0]), 3)
@@ -588,6 +599,54 @@ class CommandTest(unittest.TestCase):
                 with self.subTest(family, option=option):
                     self.check_error(message, option, model=family)
 
+    @parameterized.expand(
+        [
+            ("dense", "model", None, []),
+            ("linear", "qwen3_next", Qwen3NextConfig, []),
+            ("experts", "qwen3_5_moe", Qwen3_5MoeTextConfig, ["--experts"]),
+        ]
+    )
+    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+    # bitsandbytes would pack the weights of small layers anew for inference on some CPUs, which fails.
+    @mock.patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+    def test_base_weights_in_4_bit(self, _, model, config, experts):
+        """Linear layers and experts are quantized, and the adapter is that of a base in full precision."""
+        from bitsandbytes.nn import Linear4bit
+
+        if config is not None:
+            self.save_mixture(model, config)
+        command = ["--lora", "--lora-rank=4", *experts, "--max-steps=3", "--learning-rate=0.05"]
+        adapters = []
+        for given in ([], ["--load-in-4bit"]):
+            output = self.directory / "".join(["output", *given])
+            status, out, err = self.run_command(*command, *given, model=model, output=output)
+            self.assertEqual(status, 0, err)
+            adapters.append(load_file(output / "adapter_model.safetensors"))
+        said = ", on experts too" * len(experts)
+        self.assertRegex(out, f"ForCausalLM with LoRA{said}, in 4 bit, from .*: [1-9][0-9,]* of [0-9,]* parameters")
+        shapes = [{name: (x.shape, x.dtype) for name, x in adapter.items()} for adapter in adapters]
+        self.assertEqual(*shapes)
+        trained = self.trainers[-1].model.eval()
+        layers = [x.weight.quant_state for x in trained.modules() if isinstance(x, Linear4bit)]
+        weights = [x.state for x in trained.parameters() if isinstance(x, ExpertsIn4bit)]
+        self.assertEqual(len(weights), 2 * len(TEXT_CONFIG["layer_types"]) if config else 0)
+        kinds = {(state.quant_type, state.nested, state.dtype) for state in [*layers, *weights]}
+        self.assertEqual(kinds, {("nf4", True, torch.float32)})
+        # The adapter of the values that were trained with: those of the base in 4 bit.
+        base = finetune.load_model(str(self.root / model), Namespace(load_in_4bit=True, lora=False, attn=None), False)
+        again, stock = PeftModel.from_pretrained(base, output).eval(), AutoPeftModelForCausalLM.from_pretrained(output)
+        ids = torch.tensor([[5, 9, 40, 33, 7]])
+        with torch.no_grad():
+            want, got, whole = (x(ids).logits for x in (trained, again, stock.eval()))
+            self.assertLess((got - want).abs().max(), 1e-5)
+            merged = stock.merge_and_unload()(ids).logits
+        self.assertLess((merged - whole).abs().max(), 1e-5)
+        self.assertLess(total_relative_error({"logits": whole}, {"logits": want}), 0.3)
+
+    def test_without_bitsandbytes(self):
+        with mock.patch.object(finetune, "find_spec", lambda name: None if name == "bitsandbytes" else name):
+            self.check_error("--load-in-4bit needs bitsandbytes: pip install bitsandbytes", "--lora", "--load-in-4bit")
+
     def test_the_names_of_a_whole_model(self):
         """A vision-language model loads the adapter of its language model with `language_model` in the names."""
         vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
@@ -616,10 +675,11 @@ class CommandTest(unittest.TestCase):
             "--lora",
             "--experts",
         )
-        self.assertEqual(options.EXPERT_RANK, moe._MAX_RANK)
+        expected = "--lora-rank: expected a rank of at most 64 with --experts, got 65. Lower it."
+        self.check_error(expected, "--lora", "--experts", "--lora-rank=65")
         for given, message in (
             (["--experts"], "--experts needs --lora: without it, experts are trained as all parameters are"),
-            (["--lora", "--experts", "--lora-rank=65"], "--lora-rank of at most 64 with --experts, got 65"),
+            (["--load-in-4bit"], "--load-in-4bit needs --lora: weights in 4 bit are not trained"),
         ):
             with self.assertRaises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as stderr:
                 cli.main(["train", "--model=m", "--data=d", "--output=o", *given])
@@ -662,6 +722,7 @@ class CommandTest(unittest.TestCase):
             ("full", [], {}),
             ("lora", ["--lora", "--gradient-accumulation-steps=2"], {}),
             ("experts", ["--lora", "--experts"], {"model": "qwen3_5_moe"}),
+            ("4_bit", ["--lora", "--experts", "--load-in-4bit"], {"model": "qwen3_5_moe"}),
         ]
     )
     def test_resume(self, _, arguments, where):
@@ -694,11 +755,11 @@ class CommandTest(unittest.TestCase):
         status, _, err = self.run_command(*command, "--resume", "--max-length=5", **where)
         self.assertEqual(status, 1)
         self.assertRegex(err, "got other samples. Use the command of that run")
-        if "--experts" in command:
-            without = [argument for argument in command if argument != "--experts"]
+        for option in {"--experts", "--load-in-4bit"}.intersection(command):
+            without = [argument for argument in command if argument != option]
             status, _, err = self.run_command(*without, "--resume", **where)
             self.assertEqual(status, 1)
-            self.assertRegex(err, "got no --experts")
+            self.assertRegex(err, f"got no {option}")
 
         status, out, err = self.run_command(*command, "--resume", **where)
         self.assertEqual(status, 0, err)

@@ -4,6 +4,8 @@ import contextlib
 import io
 import tempfile
 import unittest
+from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -12,9 +14,10 @@ from common.families import tiny_config
 from mixins.patch import OTHERS
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS, EXPERTS, TINY
-from transformers import LlamaConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from transformers_packed.cli import main
+from transformers_packed.cli.finetune import load_model
 from transformers_packed.cli.options import LONGEST_SAMPLE, parsers
 from transformers_packed.models import float8
 from transformers_packed.models.families import SIZED
@@ -95,6 +98,27 @@ class WarmupCommandTest(unittest.TestCase):
         ((model, _, _),) = self.calls
         adapters = [name for name, _ in model.named_parameters() if "experts" in name and "lora_A" in name]
         self.assertEqual(len(adapters), 2 * model.config.num_hidden_layers)
+
+    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+    # bitsandbytes would pack the weights of small layers anew for inference on some CPUs, which fails.
+    @mock.patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+    def test_base_weights_in_4_bit(self):
+        """Of the types that `train` has."""
+        Qwen3_5MoeTextConfig(**TINY, **EXPERTS).save_pretrained(self.path)
+        options = "--lora", "--experts", "--load-in-4bit", "--row-length", 24, "--max-documents", 2
+        status, _, stderr = self.command(*options)
+        self.assertEqual(status, 0, stderr)
+        ((model, _, _),) = self.calls
+        with tempfile.TemporaryDirectory() as folder:
+            AutoModelForCausalLM.from_config(model.config).save_pretrained(folder)
+            settings = Namespace(lora=True, lora_rank=16, experts=True, load_in_4bit=True, attn=None)
+            trained = load_model(folder, settings, False)
+        for found in (lambda x: x.named_modules(), lambda x: x.named_parameters(), lambda x: x.named_buffers()):
+            ours, theirs = ({name: type(x) for name, x in found(one)} for one in (model, trained))
+            self.assertEqual(ours, theirs)
+        ours, theirs = ({n: (x.dtype, x.requires_grad) for n, x in one.named_parameters()} for one in (model, trained))
+        self.assertEqual(ours, theirs)
+        self.assertIn("ExpertsIn4bit", {type(x).__name__ for x in model.parameters()})
 
     @parameterized.expand(
         [

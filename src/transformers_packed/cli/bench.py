@@ -64,24 +64,24 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         `ChildProcessError`: an arm failed for another reason than its memory.
-        `ImportError`: matplotlib or peft is needed and missing.
+        `ImportError`: matplotlib, peft or bitsandbytes is needed and missing.
         `OSError`: the model or the data cannot be read.
         `ValueError`: the model is not supported, or the data is malformed.
     """
     import torch
 
-    from .finetune import check_float8, check_peft, computes_in_bfloat16, supported_config
+    from .finetune import check_adapters, check_float8, computes_in_bfloat16, supported_config
 
     if args.plot and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install matplotlib")
-    check_peft(args.lora)
+    check_adapters(args)
     bfloat16 = computes_in_bfloat16(args.dtype)
     if args.float8:
         check_float8(bfloat16)
     config = supported_config(args.model, args).get_text_config()
     lengths = choose_lengths(args)
-    names = ("batch_size", "lora", "lora_rank", "experts", "float8", "cuda_graphs", "gradient_checkpointing", "attn")
-    settings = {name: getattr(args, name) for name in (*names, "weights", "seconds", "seed")}
+    names = ("batch_size", "lora", "lora_rank", "experts", "load_in_4bit", "float8", "cuda_graphs", "attn", "weights")
+    settings = {name: getattr(args, name) for name in (*names, "gradient_checkpointing", "seconds", "seed")}
     settings |= {"lengths": lengths, "bfloat16": bfloat16}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(

@@ -34,10 +34,12 @@ from ..models.float8 import use_float8
 from ..models.lora import EXPERT_WEIGHTS, adapted_layers
 from ..models.mtp import find_head
 from ..models.mtp_head import check_declared
+from ..models.quantization import initialize_in_4bit, nf4
 from ..models.registry import registered
 from ..models.releases import builds, can_select_checkpoints, checkpointing_argument, use_one_gpu
 from ..models.sizes import Experts
 from ..ops.float8 import MULTIPLE, verify
+from ..ops.moe import MAX_RANK
 from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.configure import configure_packing
 from ..training.warm_up import start_compiling
@@ -49,6 +51,8 @@ from .run_folder import SETTINGS_FILE, check_same_settings, left, write_settings
 
 
 KEPT_CHECKPOINTS = 2
+# Settings that a resumed run must share, and that are stored only if they are set.
+_UNSET_BY_DEFAULT = "row_length", "experts", "load_in_4bit", "mtp", "mtp_only"
 # The usual weight of the loss of multi-token prediction.
 MTP_LOSS_WEIGHT = 0.1
 
@@ -65,7 +69,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         `KeyboardInterrupt`: Ctrl-C while the model is trained or saved. The message names the step and the checkpoint to continue from.
     """
     settings.learning_rate = settings.learning_rate or (2e-4 if settings.lora else 2e-5)
-    check_peft(settings.lora)
+    check_adapters(settings)
     _check_checkpoints(settings)
     # An adapter stores the path of its base model, so the path must be absolute.
     source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
@@ -113,7 +117,10 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
 
 
 def _adapters(settings: Namespace) -> str:
-    return (" with LoRA, on experts too," if settings.experts else " with LoRA") if settings.lora else ""
+    if not settings.lora:
+        return ""
+    parts = ["on experts too"] * settings.experts + ["in 4 bit"] * settings.load_in_4bit
+    return "".join([" with LoRA", *(f", {part}" for part in parts), "," * bool(parts)])
 
 
 def _say_samples(samples: Samples, settings: Namespace) -> None:
@@ -140,10 +147,16 @@ def _say_saved(settings: Namespace) -> None:
     say(f"Saved the {saved}{head} and the tokenizer in {settings.output}")
 
 
-def check_peft(lora: bool) -> None:
-    """Raise an `ImportError` if adapters are requested and PEFT is missing."""
-    if lora and find_spec("peft") is None:
-        raise ImportError("--lora needs peft: pip install peft")
+def check_adapters(settings: Namespace) -> None:
+    """Raise an `ImportError` for a missing package, or a `ValueError` for a rank that the op for experts cannot compute."""
+    packages = (settings.lora, "--lora", "peft"), (settings.load_in_4bit, "--load-in-4bit", "bitsandbytes")
+    for requested, option, package in packages:
+        if requested and find_spec(package) is None:
+            raise ImportError(f"{option} needs {package}: pip install {package}")
+    # PEFT would copy all experts in each forward.
+    if settings.experts and settings.lora_rank > MAX_RANK:
+        expected = f"a rank of at most {MAX_RANK} with --experts"
+        raise input_error(expected, settings.lora_rank, "Lower it.", option="--lora-rank")
 
 
 def _check_head(config: PreTrainedConfig, settings: Namespace) -> None:
@@ -178,7 +191,7 @@ def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict
         "samples": samples.fingerprint(),
         "lora_rank": settings.lora_rank if settings.lora else None,
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
-        **{name: value for name in ("row_length", "experts", "mtp", "mtp_only") if (value := getattr(settings, name))},
+        **{name: value for name in _UNSET_BY_DEFAULT if (value := getattr(settings, name))},
         **({"sequence_parallel_size": size} if (size := settings.sequence_parallel_size) > 1 else {}),
         **{name: getattr(settings, name) for name in names},
     }
@@ -247,10 +260,17 @@ def check_float8(bfloat16: bool) -> None:
 
 
 def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedModel:
-    """Our causal language model of the checkpoint, with LoRA adapters if requested."""
+    """Our causal language model of the checkpoint, with LoRA adapters, and in 4 bit, if requested."""
     # Small updates vanish in bfloat16 weights, so trained weights are float32.
     dtype = torch.bfloat16 if settings.lora and bfloat16 else torch.float32
-    options = {"dtype": dtype, "attn_implementation": settings.attn, "trust_remote_code": False}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": settings.attn,
+        "trust_remote_code": False,
+    }
+    if settings.load_in_4bit:
+        # Each weight is quantized on the device where it stays.
+        options |= {"quantization_config": nf4(dtype), "device_map": {"": device_of_this_process()}}
     with registered():
         model = load_weights("--model", source, AutoModelForCausalLM, **options)
     return with_adapters(model, settings) if settings.lora else model
@@ -267,8 +287,10 @@ def untrained_model(
     """A causal language model with random weights, with our classes and their options or with Transformers'."""
     frozen = torch.bfloat16 if bfloat16 else torch.float32
     dtype = frozen if settings.lora else getattr(torch, settings.weights)
-    with registered() if ours else nullcontext(), device:
+    with registered() if ours else nullcontext(), torch.device("meta") if settings.load_in_4bit else device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=settings.attn)
+    if settings.load_in_4bit:
+        initialize_in_4bit(model, nf4(dtype), device)
     model = with_adapters(model, settings) if settings.lora else model
     if settings.gradient_checkpointing:
         getattr(model, f"{checkpointing_argument()}_enable")({"use_reentrant": False})

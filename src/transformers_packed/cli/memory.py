@@ -8,6 +8,7 @@ from .options import Parser, positive_float, positive_int, row_length
 _EXAMPLES = """\
 transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 8 --gpu-memory 80 --row-length 1048576
 transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 141 --row-length 16384 --lora --experts
+transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 80 --row-length 16384 --lora --load-in-4bit
 """
 
 
@@ -28,8 +29,6 @@ def add_parser(subparsers) -> Parser:
     weights = "dtype of parameters, gradients and AdamW moments; with --lora of the frozen parameters"
     add("--weights", choices=("bfloat16", "float32"), default="bfloat16", help=weights)
     parser.add_lora("train LoRA adapters on all linear layers instead of all parameters")
-    experts = "storage of frozen experts; nf4-double is with double quantization (default: that of --weights)"
-    add("--expert-weights", choices=("float8", "nf4", "nf4-double"), help=experts)
     parser.add_shared("--trust-remote-code")
     return parser
 
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         weights=args.weights,
         lora_rank=rank,
         lora_experts=args.experts,
-        expert_weights=args.expert_weights,
+        load_in_4bit=args.load_in_4bit,
     )
     print(plan.summary())
     return 0

@@ -54,8 +54,6 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{flag} needs {other}: {why}")
         if "lora_rank" in given:
             namespace.lora_rank = namespace.lora_rank or _LORA_RANK
-            if namespace.experts and namespace.lora_rank > EXPERT_RANK:
-                self.error(f"--lora-rank of at most {EXPERT_RANK} with --experts, got {namespace.lora_rank}")
         return namespace, unknown
 
     def add_count(self, flag: str, help: str, default: int | None = None) -> None:
@@ -63,11 +61,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(flag, type=positive_int, default=default, metavar="N", help=help)
 
     def add_lora(self, help: str = "train only LoRA adapters, on all linear layers (needs peft)") -> None:
-        """Add `--lora`, and `--lora-rank` and `--experts`, which are refused without the first."""
+        """Add `--lora`, and `--lora-rank`, `--experts` and `--load-in-4bit`, which are refused without the first."""
         self.add_argument("--lora", action="store_true", help=help)
         self.add_count("--lora-rank", f"rank of the adapters; alpha is twice the rank (default: {_LORA_RANK})")
-        experts = f"adapters on the experts of a mixture too, of a rank up to {EXPERT_RANK}"
-        self.add_argument("--experts", action="store_true", help=experts)
+        self.add_argument("--experts", action="store_true", help="adapters on the experts of a mixture too")
+        in_4_bit = "keep frozen linear layers and experts in 4 bit, NF4 with double quantization (needs bitsandbytes)"
+        self.add_argument("--load-in-4bit", action="store_true", help=in_4_bit)
 
     def add_shared(self, *flags: str) -> None:
         """Add some of the options in `_SHARED`."""
@@ -145,13 +144,11 @@ _ALONE = r"(?<![\w./`'-])"
 LONGEST_SAMPLE = 2048
 SAMPLES = 8
 _LORA_RANK = 16
-# The highest rank of adapters that the op of experts computes (ops/moe.py). PEFT would copy all experts in each forward.
-EXPERT_RANK = 64
 # Options without effect unless another one is given, and the reason.
 _NEEDS = {
     "--lora-rank": ("--lora", "without it, all parameters are trained"),
     "--experts": ("--lora", "without it, experts are trained as all parameters are"),
-    "--expert-weights": ("--lora", "without it, experts are trained"),
+    "--load-in-4bit": ("--lora", "weights in 4 bit are not trained"),
     "--offload": ("--gradient-checkpointing", "without it, there are no checkpoints"),
     "--every-n-layers": ("--gradient-checkpointing", "without it, all layers keep their activations"),
 }

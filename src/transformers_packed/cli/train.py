@@ -15,6 +15,7 @@ _EXAMPLES = """\
 transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned
 transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output adapter --lora
 transformers-packed train --model Qwen/Qwen3.5-35B-A3B --data chats.jsonl --output adapter --lora --experts
+transformers-packed train --model Qwen/Qwen3.5-35B-A3B --data chats.jsonl --output adapter --lora --experts --load-in-4bit
 transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --row-length 8192
 transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --save-steps 100 --resume
 transformers-packed train --model tuned --data chats.jsonl --output drafting --mtp-only

@@ -43,15 +43,15 @@ def run(args: argparse.Namespace) -> int:
     from ..models.sizes import take_few_layers
     from ..training.warm_up import compiles_kernels, warm_up
     from .finetune import (
+        check_adapters,
         check_float8,
-        check_peft,
         computes_in_bfloat16,
         dtype_of_products,
         supported_config,
         untrained_model,
     )
 
-    check_peft(args.lora)
+    check_adapters(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not compiles_kernels(device):
         fix = "Run the command where training will run. A CPU needs no kernels."

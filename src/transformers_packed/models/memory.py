@@ -11,31 +11,34 @@ from ..ops import convolution
 from ..ops.backends import flash_qla
 from ..ops.cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE
 from ..ops.recipes import WORTH_RECOMPUTING
+from ..ops.terms import PIECE
 from ..parallel.groups import attention_method
 from .sizes import Attention, DeltaRule, Experts, Layer, Sizes
 
 
 # Bytes per value.
 HALF, FULL = 2, 4
-# The kernels of ops/moe.py fill the rank of experts' adapters up to a power of two from the first one to the second one.
-EXPERT_RANKS = 16, 64
+# Of a weight in NF4: 4 bits, and per block of 64 its maximum in a byte, with a float32 per 256 blocks.
+NF4 = 1 / 2 + 1 / 64 + FULL / (64 * 256)
+# The kernels for experts fill the rank of adapters up to a power of two from this one on.
+_LEAST_RANK = 16
 
 
 @dataclass(frozen=True)
 class Lora:
     """LoRA adapters of a rank on all linear layers, and with `experts` on experts. Without a rank, all is trained.
 
-    `expert_width` is the size of a frozen expert's weight in bytes, if it differs from that of other weights.
+    `in_4bit` says that frozen linear layers and experts are in NF4 with double quantization.
     """
 
     rank: int = 0
     experts: bool = False
-    expert_width: float | None = None
+    in_4bit: bool = False
 
     @property
     def expert_columns(self) -> int:
         """The columns of the products with the first matrices of experts' adapters, 0 without them."""
-        return max(EXPERT_RANKS[0], 1 << (self.rank - 1).bit_length()) if self.rank and self.experts else 0
+        return max(_LEAST_RANK, 1 << (self.rank - 1).bit_length()) if self.rank and self.experts else 0
 
 
 # Full fine-tuning.
@@ -142,14 +145,16 @@ def _of_mlp(mlp: int | Experts, hidden: int, lora: Lora) -> tuple[int, int]:
 
 
 def _copies(mlp: int | Experts, hidden: int, lora: Lora) -> int:
-    """Bytes of the copies of weights that the backward of a mixture makes, whatever the number of tokens."""
+    """Bytes of the copies of weights that the backward of an MLP makes, whatever the number of tokens."""
     if isinstance(mlp, int):
-        return 0
+        return HALF * mlp * hidden if lora.in_4bit else 0
     # Of adapters all matrices in bfloat16, and the gradient of the largest one in bfloat16 and twice in float32.
     largest = max(hidden, 2 * mlp.width)
     adapters = lora.expert_columns * (HALF * (2 * hidden + 3 * mlp.width) + (HALF + 2 * FULL) * largest)
-    # Of quantized experts the larger weight.
-    return mlp.number * (adapters + (HALF * 2 * mlp.width * hidden if lora.expert_width else 0))
+    # Of experts in 4 bit some at a time, of the larger weight.
+    each = 2 * mlp.width * hidden
+    computed = HALF * each * min(mlp.number, max(1, PIECE // each)) if lora.in_4bit else 0
+    return mlp.number * adapters + computed
 
 
 def way_of_attention(layer: Attention, size: int, wanted: str | None) -> str:

@@ -31,9 +31,8 @@ from transformers import (
 )
 
 from transformers_packed import DataCollatorWithFlattening, registered
-from transformers_packed.cli.finetune import with_adapters
+from transformers_packed.cli.finetune import untrained_model, with_adapters
 from transformers_packed.data.planning.memory import (
-    EXPERT_WIDTHS,
     Parameters,
     checkpointed_layers,
     exchanges,
@@ -42,7 +41,8 @@ from transformers_packed.data.planning.memory import (
     step_memory,
 )
 from transformers_packed.models.families import SIZED, sizes_of
-from transformers_packed.models.memory import Lora, layer_memory, loss_memory
+from transformers_packed.models.memory import ALL_TRAINED, NF4, Lora, layer_memory, loss_memory
+from transformers_packed.models.quantized_weights import ExpertsIn4bit
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers_packed.models.releases import can_select_checkpoints
@@ -145,7 +145,7 @@ WITH, OFFLOAD = "with", "in host memory"
 
 
 def measured_on_gpus():
-    """Yield model, tokens, P, where checkpoints are, the rank of LoRA and GiB of each run.
+    """Yield model, tokens, P, where checkpoints are, the adapters and GiB of each run.
 
     A run is forward and backward without existing gradients, with all weights on each GPU.
     """
@@ -154,28 +154,37 @@ def measured_on_gpus():
         ours = run["arms"].get("ours", {})
         # An arm with graphs leaves some memory allocated.
         if run["lengths"] == "lognormal" and "peak_GiB" in ours and "ours+graphs" not in run["arms"]:
-            yield run["model"], run["tokens"], 1, WITH if run["checkpointing"] else "without", 0, ours["peak_GiB"]
-    for run in json.loads((results / "lora.json").read_text())["runs"]:
-        if "ours+lora" in run["arms"] and "ours+graphs+lora" not in run["arms"]:
             checkpoints = WITH if run["checkpointing"] else "without"
-            yield run["model"], run["tokens"], 1, checkpoints, 16, run["arms"]["ours+lora"]["peak_GiB"]
+            yield run["model"], run["tokens"], 1, checkpoints, ALL_TRAINED, ours["peak_GiB"]
+    for run in json.loads((results / "lora.json").read_text())["runs"]:
+        checkpoints = WITH if run["checkpointing"] else "without"
+        for arm, lora in {"ours+lora": Lora(16), "ours+qlora": Lora(16, in_4bit=True)}.items():
+            if arm in run["arms"] and "ours+graphs+lora" not in run["arms"]:
+                yield run["model"], run["tokens"], 1, checkpoints, lora, run["arms"][arm]["peak_GiB"]
     for run in json.loads((results / "moe.json").read_text())["runs"]:
         for arm, found in run["arms"].items():
             if arm == "ours+lora":
-                yield f"{run['model']}, {run['layers']} layers", run["tokens"], 1, "without", 16, found["peak_GiB"]
+                name = f"{run['model']}, {run['layers']} layers"
+                yield name, run["tokens"], 1, "without", Lora(16, True), found["peak_GiB"]
     for run in json.loads((results / "families.json").read_text())["runs"]:
         if run["family"] in set(HYBRIDS) & SIZED_NAMES:
-            yield HYBRIDS[run["family"]], sum(run["lengths"]), 1, "without", 0, run["arms"]["ours"]["peak_gib"]
+            yield (
+                HYBRIDS[run["family"]],
+                sum(run["lengths"]),
+                1,
+                "without",
+                ALL_TRAINED,
+                run["arms"]["ours"]["peak_gib"],
+            )
     for name in ("sequence_parallel", "long_documents"):
         for run in json.loads((results / f"{name}.json").read_text())["runs"]:
-            peaks = {}
-            # The formulae know no weights in 4 bits.
-            for arm in run["arms"] if not run.get("qlora") else ():
+            peaks, lora = {}, Lora(16, in_4bit=run.get("qlora", False)) if run.get("lora") else ALL_TRAINED
+            for arm in run["arms"]:
                 checkpoints = {"offload": OFFLOAD, "stock offload": None}.get(arm.get("variant"), WITH)
                 if checkpoints is not None and "peak_GiB" in arm:
                     peaks.setdefault((arm["size"], checkpoints), []).append(arm["peak_GiB"])
             for (size, checkpoints), found in sorted(peaks.items()):
-                yield run["model"], run["tokens"], size, checkpoints, 16 * run.get("lora", False), max(found)
+                yield run["model"], run["tokens"], size, checkpoints, lora, max(found)
 
 
 def hybrid_config(title):
@@ -185,13 +194,12 @@ def hybrid_config(title):
     return CONFIG_MAPPING[given.pop("model_type")](**given)
 
 
-def expected_peak(model, max_length, size, checkpoints, lora_rank):
+def expected_peak(model, max_length, size, checkpoints, lora):
     """Compute GiB by the formulas if gradients exist only after a layer's backward: at the loss, or in some layer."""
     if model in HYBRIDS.values():
         config = hybrid_config(model)
     else:
         config = MIXTURES[model] if model in MIXTURES else Qwen3_5TextConfig(**SIZES[model])
-    lora = Lora(lora_rank, model in MIXTURES)
     parameters, layers, tokens = Parameters.of(config), config.num_hidden_layers, max_length // size
     sizes, offload = sizes_of(config), checkpoints == OFFLOAD
     every = int(checkpoints != "without")
@@ -199,11 +207,11 @@ def expected_peak(model, max_length, size, checkpoints, lora_rank):
     need = step_memory(sizes, parameters, max_length, size, 1, 2, chosen, offload, None, lora)
     layer = [layer_memory(sizes, one, max_length, size, None, lora) for one in sizes.layers]
     kept = [bytes_kept for bytes_kept, _ in layer]
-    peaks, given = [need.saved + loss_memory(sizes, tokens, lora_rank > 0)], 2 * config.hidden_size * tokens
+    peaks, given = [need.saved + loss_memory(sizes, tokens, lora.rank > 0)], 2 * config.hidden_size * tokens
     for number in range(layers):
         # Gradients of the root and of the layers after this one.
         gradients = 2 * (parameters.root + (layers - 1 - number) * (parameters.total - parameters.root) / layers)
-        if lora_rank:
+        if lora.rank:
             gradients = need.gradients * (layers - 1 - number) / layers
         before = min(number, on_gpu(lora) - 1) if offload else number
         saved = before * given + kept[number] if every else sum(kept[: number + 1])
@@ -214,12 +222,13 @@ def expected_peak(model, max_length, size, checkpoints, lora_rank):
 class FormulaeTest(unittest.TestCase):
     def test_fits_what_was_measured(self):
         page, found = (ROOT / "docs/explained/memory.md").read_text(), set()
-        for model, tokens, size, checkpoints, rank, measured in measured_on_gpus():
-            expected = expected_peak(model, tokens, size, checkpoints, rank)
-            bar = 0.1 if model in HYBRIDS.values() else 0.05 if rank else 0.035
+        for model, tokens, size, checkpoints, lora, measured in measured_on_gpus():
+            expected = expected_peak(model, tokens, size, checkpoints, lora)
+            bar = 0.1 if model in HYBRIDS.values() else 0.05 if lora.rank else 0.035
             self.assertLess(abs(expected / measured - 1), bar, (model, tokens, size, checkpoints))
             figures = f"{measured:.2f} GiB | {expected:.2f} GiB | {100 * (expected / measured - 1):+.1f} %"
-            shape = f"{model}{', LoRA' if rank else ''}{' of experts too' if model in MIXTURES else ''}"
+            adapters = f", {'QLoRA' if lora.in_4bit else 'LoRA'}" if lora.rank else ""
+            shape = f"{model}{adapters}{' of experts too' if lora.experts else ''}"
             row = f"| {shape} | {tokens:,} | {size} | {checkpoints} | {figures} |"
             self.assertTrue(row in page, row)
             found.add((shape, size, checkpoints))
@@ -242,7 +251,8 @@ class FormulaeTest(unittest.TestCase):
         blocks = sum(p.numel() for p in model.model.visual.blocks.parameters())
         total = model.num_parameters()
         found = Parameters.of(config)
-        self.assertEqual(found, Parameters(total, total - sum(layers) - blocks, max(layers), 0, found.adapters, 0))
+        expected = Parameters(total, total - sum(layers) - blocks, max(layers), found.quantized, found.adapters, 0)
+        self.assertEqual(found, expected)
 
     @parameterized.expand(
         [
@@ -301,15 +311,33 @@ class FormulaeTest(unittest.TestCase):
             kept = [layer_memory(sizes, layer, 24, 1, None, Lora(rank))[0] for rank in (4, 0)]
             self.assertEqual(kept[0] - kept[1], 2 * 24 * 4 * linear)
 
-    @parameterized.expand([("nf4", False), ("nf4-double", True)])
     @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
-    def test_counts_the_bytes_of_experts_in_4_bit(self, name, double):
+    def test_counts_the_bytes_of_weights_in_4_bit(self):
         from bitsandbytes.functional import quantize_4bit
 
         weight = torch.randn(8 * 64, 256, generator=torch.Generator().manual_seed(0))
-        codes, state = quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=double)
-        found = codes.nbytes + state.absmax.nbytes + (state.state2.absmax.nbytes if double else 0)
-        self.assertEqual(EXPERT_WIDTHS[name] * weight.numel(), found)
+        codes, state = quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
+        found = codes.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
+        self.assertEqual(NF4 * weight.numel(), found)
+
+    @parameterized.expand([("Qwen3.5",), ("Qwen3-Next",), ("Qwen3.5-MoE",)])
+    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+    def test_counts_the_weights_in_4_bit(self, name):
+        """Those of a model of the commands."""
+        from bitsandbytes.nn import Linear4bit
+
+        config = {"Qwen3.5": Qwen3_5TextConfig, "Qwen3-Next": Qwen3NextConfig, "Qwen3.5-MoE": Qwen3_5MoeTextConfig}[
+            name
+        ]
+        config = config(**SMALL, **(EXPERTS if name != "Qwen3.5" else {}))
+        names = "lora", "float8", "cuda_graphs", "gradient_checkpointing"
+        settings = Namespace(load_in_4bit=True, attn=None, weights="float32", **dict.fromkeys(names, False))
+        model = untrained_model(config, settings, False, torch.device("cpu"), 64)
+        linear = [x for x in model.modules() if isinstance(x, Linear4bit)]
+        experts = [x for x in model.parameters() if isinstance(x, ExpertsIn4bit)]
+        self.assertEqual(len(experts), 0 if name == "Qwen3.5" else 2 * config.num_hidden_layers)
+        found = sum(x.in_features * x.out_features for x in linear) + sum(x.numel() for x in experts)
+        self.assertEqual(Parameters.of(config).quantized, found)
 
     def test_the_page_has_these_figures(self):
         page = (ROOT / "docs/explained/memory.md").read_text()
@@ -479,13 +507,11 @@ class PlanTest(unittest.TestCase):
 
     def test_adapters_of_experts(self):
         config = Qwen3_5MoeTextConfig(num_hidden_layers=4)
-        linear, experts, nf4, double = (
+        linear, experts = (
             plan_sequence_parallel(config, 2**14, 2, 80, lora_rank=rank, **options)
             for rank, options in (
                 (8, {}),
                 (8, {"lora_experts": True}),
-                (8, {"lora_experts": True, "expert_weights": "nf4"}),
-                (8, {"lora_experts": True, "expert_weights": "nf4-double"}),
             )
         )
         parameters = linear.parameters
@@ -494,14 +520,32 @@ class PlanTest(unittest.TestCase):
         )
         for name in ("weights", "gradients", "moments", "gathered", "saved"):
             self.assertGreater(*(getattr(x.options[1][0], name) for x in (experts, linear)), name)
-        # A frozen weight of an expert has 9 instead of 32 bits, of which double quantization saves about a half.
-        for plan, width in ((nf4, 0.5625), (double, 0.5158691)):
-            need, whole = plan.options[1][0], experts.options[1][0]
-            self.assertAlmostEqual((whole.weights - need.weights) / (parameters.experts / 2), 2 - width, places=6)
-            self.assertAlmostEqual(
-                (whole.gathered - need.gathered) / (2 * parameters.experts / 4), 2 - width, places=6
-            )
-            self.assertEqual(whole.gradients, need.gradients)
+
+    def test_weights_in_4_bit(self):
+        config = Qwen3_5MoeTextConfig(num_hidden_layers=4)
+        whole, need = (
+            plan_sequence_parallel(config, 2**14, 2, 80, lora_rank=8, lora_experts=True, load_in_4bit=in_4bit)
+            for in_4bit in (False, True)
+        )
+        # They are not sharded, and so nothing else is.
+        first, second = whole.options[1][0], need.options[1][0]
+        self.assertAlmostEqual(
+            (2 * first.weights - second.weights) / whole.parameters.quantized, 2 - 0.51586914, places=6
+        )
+        self.assertEqual((second.gradients, second.moments), (2 * first.gradients, 2 * first.moments))
+        self.assertEqual(second.gathered, 0)
+        self.assertRegex(
+            need.summary(), r"(?s)\nNot sharded, on each GPU: weights .*\nDDP transfers per GPU: [\d,.]+ MiB of"
+        )
+        self.assertNotIn("FSDP2", need.summary())
+        # The backward of experts has a piece of a weight in bfloat16, or a weight of a small model.
+        for sizes, most in ((config, 2**27), (Qwen3_5MoeTextConfig(**SMALL, **EXPERTS), 8 * 2 * 16 * 32)):
+            layer = sizes_of(sizes).layers[0]
+            made = [
+                layer_memory(sizes_of(sizes), layer, 2, 1, None, Lora(8, True, in_4bit))[1]
+                for in_4bit in (True, False)
+            ]
+            self.assertEqual(made[0] - made[1], 2 * most)
 
     @parameterized.expand(
         [
@@ -510,21 +554,11 @@ class PlanTest(unittest.TestCase):
                 {"lora_experts": True},
                 "a mixture of experts, with lora_experts, got qwen3_5_t",
             ),
-            (
-                "dense in 4 bit",
-                {"expert_weights": "nf4"},
-                "a mixture of experts, with expert_weights, got qwen3_5_text",
-            ),
             ("experts without a rank", {"lora_rank": 0, "lora_experts": True}, "lora_rank with lora_experts, got 0"),
             (
                 "4 bit without a rank",
-                {"lora_rank": 0, "expert_weights": "nf4"},
-                "lora_rank with expert_weights, got 0",
-            ),
-            (
-                "another storage",
-                {"expert_weights": "int3"},
-                "expert_weights 'float8', 'nf4', 'nf4-double' or None, got",
+                {"lora_rank": 0, "load_in_4bit": True},
+                "lora_rank with load_in_4bit, got 0",
             ),
             (
                 "a high rank",

@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from ...errors import count, input_error
 from ...models.families import sizes_of
 from ...models.lora import EXPERT_WEIGHTS, adapted_layers
-from ...models.memory import ALL_TRAINED, EXPERT_RANKS, FULL, HALF, Lora, layer_memory, loss_memory, way_of_attention
+from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, Lora, layer_memory, loss_memory, way_of_attention
+from ...models.quantization import keeps_dtype
 from ...models.sizes import Experts, Sizes
+from ...ops.moe import MAX_RANK
 from ...parallel.groups import AttentionMethod, DeltaRuleMethod, check_methods
 
 
 _GIB, _MIB = 2**30, 2**20
 # Bytes of a parameter.
 _WIDTHS = {"bfloat16": HALF, "float32": FULL}
-# Of a frozen expert: codes of 4 bit, and per block of 64 its maximum in float32, or in a byte with a float32 per 256.
-EXPERT_WIDTHS = {"float8": 1.0, "nf4": 1 / 2 + FULL / 64, "nf4-double": 1 / 2 + 1 / 64 + FULL / (64 * 256)}
 _WAYS = "without gradient checkpointing", "with gradient checkpointing", "with offload"
 # The rest of the memory is reserved for allocator fragmentation, CUDA and NCCL.
 FILLED = 0.9
@@ -29,15 +29,15 @@ FILLED = 0.9
 
 @dataclass(frozen=True)
 class Parameters:
-    """The number of parameters: in total, outside of layers, in the largest layer, in experts, and in adapters of rank 1.
+    """The number of parameters: in total, outside of layers, in the largest layer, and in adapters of rank 1.
 
-    The last two are those of linear layers and of experts.
+    `quantized` are those in 4 bit if the model is loaded so. The adapters are those of linear layers and of experts.
     """
 
     total: int
     root: int
     layer: int
-    experts: int
+    quantized: int
     adapters: int
     expert_adapters: int
 
@@ -55,8 +55,11 @@ class Parameters:
         experts = [x for name, x in model.named_parameters() if name.endswith(EXPERT_WEIGHTS)]
         adapters = sum(x.in_features + x.out_features for x in adapted_layers(model).values())
         expert_adapters = sum(len(x) * sum(x.shape[1:]) for x in experts)
-        total, of_experts = _count(model), sum(x.numel() for x in experts)
-        return cls(total, total - sum(layers), max(layers), of_experts, adapters, expert_adapters)
+        linear = (
+            x.weight for name, x in model.named_modules() if type(x) is torch.nn.Linear and not keeps_dtype(name)
+        )
+        total, quantized = _count(model), sum(x.numel() for x in (*linear, *experts))
+        return cls(total, total - sum(layers), max(layers), quantized, adapters, expert_adapters)
 
     def trained(self, lora: Lora) -> int:
         """The number of trained parameters."""
@@ -64,7 +67,7 @@ class Parameters:
 
     def bytes(self, width: float, lora: Lora) -> float:
         """The size of all parameters but adapters, in weights of `width` bytes."""
-        return width * self.total + ((lora.expert_width or width) - width) * self.experts
+        return width * self.total + (NF4 - width) * self.quantized * lora.in_4bit
 
 
 @dataclass(frozen=True)
@@ -185,11 +188,12 @@ class SequenceParallelPlan:
     def summary(self) -> str:
         """The plan as text."""
         first = self.options[self.size][0]
+        in_4bit = self.lora.in_4bit
         lines = [
             f"{self.config.model_type} with {self.parameters.total / 1e9:.2f} B parameters"
             f"{_adapters(self.parameters, self.lora)}, rows of {self.max_length:,} tokens, {count(self.gpus, 'GPU')} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
-            f"FSDP2 shards per GPU: weights {_gib(first.weights)} GiB, gradients {_gib(first.gradients)} GiB, AdamW "
-            f"{_gib(first.moments)} GiB",
+            f"{'Not sharded, on each GPU' if in_4bit else 'FSDP2 shards per GPU'}: weights {_gib(first.weights)} GiB, "
+            f"gradients {_gib(first.gradients)} GiB, AdamW {_gib(first.moments)} GiB",
             f"FSDP2 gathers per GPU: {_gib(first.gathered)} GiB of weights and gradients at a time",
             "",
             "P is the number of GPUs that share a row. The last three columns are the memory per GPU: without gradient",
@@ -217,11 +221,15 @@ class SequenceParallelPlan:
             lines.append(
                 f"  Total: {total} MiB in forward, the same in backward, and once more with gradient checkpointing"
             )
-        gathered, trained = self.parameters.bytes(HALF, self.lora), HALF * self.parameters.trained(self.lora)
-        lines.append(
-            f"FSDP2 transfers per GPU: {_mib(gathered * (1 - 1 / self.gpus))} MiB of weights in forward, the same in "
-            f"backward, and {_mib(trained * (1 - 1 / self.gpus))} MiB of gradients"
-        )
+        trained, others = self.parameters.trained(self.lora), 1 - 1 / self.gpus
+        if in_4bit:
+            del lines[2]
+            lines.append(f"DDP transfers per GPU: {_mib(2 * FULL * trained * others)} MiB of gradients")
+        else:
+            lines.append(
+                f"FSDP2 transfers per GPU: {_mib(HALF * self.parameters.total * others)} MiB of weights in forward, the "
+                f"same in backward, and {_mib(HALF * trained * others)} MiB of gradients"
+            )
         return "\n".join(lines)
 
 
@@ -234,7 +242,7 @@ def plan_sequence_parallel(
     weights: str = "bfloat16",
     lora_rank: int = 0,
     lora_experts: bool = False,
-    expert_weights: str | None = None,
+    load_in_4bit: bool = False,
     gated_delta_rule: DeltaRuleMethod = "state",
     attention: AttentionMethod | None = None,
 ) -> SequenceParallelPlan:
@@ -258,9 +266,8 @@ def plan_sequence_parallel(
             `weights` is the dtype of the frozen parameters.
         lora_experts (`bool`, *optional*, defaults to `False`):
             Train adapters of the experts of a mixture too, of a rank up to 64.
-        expert_weights (`str`, *optional*):
-            How frozen experts are stored, with `lora_rank`: `"float8"`, `"nf4"`, or `"nf4-double"` with double
-            quantization. The default is `weights`.
+        load_in_4bit (`bool`, *optional*, defaults to `False`):
+            Keep frozen linear layers and experts in NF4 with double quantization. Nothing is then sharded.
         gated_delta_rule (`str`, *optional*):
             As in [`SequenceParallel`].
         attention (`str`, *optional*):
@@ -284,7 +291,7 @@ def plan_sequence_parallel(
     ```
     """
     sizes = _checked_sizes(config, weights, max_length=max_length, gpus=gpus, memory=memory)
-    lora = _checked_lora(sizes, config, lora_rank, lora_experts, expert_weights)
+    lora = _checked_lora(sizes, config, lora_rank, lora_experts, load_in_4bit)
     # Each part must cover the receptive field of the convolution.
     most = max(1, max_length // max(1, sizes.delta_rule.window - 1))
     divisors = [size for size in range(1, min(gpus, most) + 1) if gpus % size == 0]
@@ -320,22 +327,18 @@ def _checked_sizes(config: PreTrainedConfig, weights: str, **positive: float) ->
     return sizes_of(config, "Train this model without sequence parallelism.")
 
 
-def _checked_lora(
-    sizes: Sizes, config: PreTrainedConfig, rank: int, experts: bool, expert_weights: str | None
-) -> Lora:
+def _checked_lora(sizes: Sizes, config: PreTrainedConfig, rank: int, experts: bool, in_4bit: bool) -> Lora:
     """Return the adapters that the arguments of [`plan_sequence_parallel`] describe, or raise the error of one."""
     if rank < 0:
         raise input_error("lora_rank of at least 0", rank)
-    if expert_weights not in (None, *EXPERT_WIDTHS):
-        raise input_error(f"expert_weights {', '.join(map(repr, EXPERT_WIDTHS))} or None", repr(expert_weights))
-    for name, given in (("lora_experts", experts), ("expert_weights", expert_weights)):
+    for name, given in (("lora_experts", experts), ("load_in_4bit", in_4bit)):
         if given and not rank:
-            raise input_error(f"lora_rank with {name}", rank, "Experts of full fine-tuning are trained as they are.")
-        if given and not _mixtures(sizes):
-            raise input_error(f"a mixture of experts, with {name}", config.model_type, f"Leave {name} out.")
-    if experts and rank > EXPERT_RANKS[1]:
-        raise input_error(f"lora_rank of at most {EXPERT_RANKS[1]} with lora_experts", rank, "Lower it.")
-    return Lora(rank, experts, EXPERT_WIDTHS[expert_weights] if expert_weights else None)
+            raise input_error(f"lora_rank with {name}", rank, "Full fine-tuning trains all weights as they are.")
+    if experts and not any(isinstance(layer.mlp, Experts) for layer in sizes.layers):
+        raise input_error("a mixture of experts, with lora_experts", config.model_type, "Leave lora_experts out.")
+    if experts and rank > MAX_RANK:
+        raise input_error(f"lora_rank of at most {MAX_RANK} with lora_experts", rank, "Lower it.")
+    return Lora(rank, experts, in_4bit)
 
 
 def _that_fit_heads(
@@ -386,6 +389,8 @@ def step_memory(
 
     `checkpointed` says which layers are. With `offload`, the GPU holds few checkpoints at a time.
     """
+    # Weights in 4 bit cannot be sharded, so each GPU has all parameters.
+    gpus = 1 if lora.in_4bit else gpus
     tokens = -(-max_length // size)
     layers = [layer_memory(sizes, layer, max_length, size, attention, lora) for layer in sizes.layers]
     # Checkpointing always keeps the input of a layer.
@@ -399,7 +404,6 @@ def step_memory(
     gathered = HALF * (parameters.root + 2 * parameters.layer)
     if lora.rank:
         gathered += HALF * 3 * parameters.trained(lora) / len(layers)
-        gathered += 2 * ((lora.expert_width or HALF) - HALF) * parameters.experts / max(_mixtures(sizes), 1)
     else:
         gathered += HALF * (parameters.root + parameters.layer)
     return StepMemory(
@@ -431,11 +435,6 @@ def on_gpu(lora: Lora) -> int:
 
 def _adapters(parameters: Parameters, lora: Lora) -> str:
     return f" and {parameters.trained(lora) / 1e6:,.0f} M in adapters" if lora.rank else ""
-
-
-def _mixtures(sizes: Sizes) -> int:
-    """The number of layers with experts."""
-    return sum(isinstance(layer.mlp, Experts) for layer in sizes.layers)
 
 
 def exchanges(
