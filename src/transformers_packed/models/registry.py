@@ -15,7 +15,6 @@ from ..errors import input_error
 from .families import OWN, families_of_class, modeling_module
 from .family import PATCHED, Isolated, Own, Refused
 from .packed_model import PackedModelMixin
-from .quantized_weights import adopt
 from .releases import MODELS, Part, check_names, check_signatures, registered_classes, supports_other_families
 from .replacements import FAST_PATHS, REPLACEMENTS, Change, Model, apply_changes, become, find_changes
 from .trl_head import use_our_products
@@ -209,6 +208,8 @@ def patch_model(model: Model) -> Model:
     changes = _changes_of_patch(model)
     before = has_our_classes(model)
     apply_changes(changes)
+    # Late, because it imports the ops.
+    adopt = import_module(f"{__package__}.quantized_weights").adopt
     for module in _experts().replaced_experts(model):
         adopt(module)
     for module in model.modules():

@@ -107,6 +107,11 @@ OPTIONAL = (
         "adapters and hooks on `dt_proj` have no effect, as in other families",
         "_is_quantized",
     ),
+    Part(
+        "transformers.quantizers.base:HfQuantizer._dequantize",
+        "`dequantize` of a model in 4 bit",
+        "experts stay in 4 bit",
+    ),
     Part("accelerate.hooks:add_hook_to_module", "device_map", "`patch_model` refuses it", "_hf_hook _old_forward"),
     Part(
         "accelerate:Accelerator.prepare_model",
@@ -486,7 +491,12 @@ def note_revision(config: "PreTrainedConfig", revision: str) -> None:
 def initialize(model: "PreTrainedModel", part: torch.nn.Module) -> None:
     """Initialize the parameters of a new part of a model as those of its own layers."""
     for module in part.modules():
-        model._init_weights(module)
+        initialize_module(model, module)
+
+
+def initialize_module(model: "PreTrainedModel", module: torch.nn.Module) -> None:
+    """Initialize the parameters of one module, without those of its parts."""
+    model._init_weights(module)
 
 
 def is_rebalancing(sampler: object) -> bool:
