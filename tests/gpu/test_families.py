@@ -139,6 +139,35 @@ def check_without_waiting(prepare) -> None:
             step()
 
 
+def check_isolation(test: unittest.TestCase, run, inputs: list, rows: tuple) -> None:
+    """Change documents in the `inputs` with these places, and compare the others' bits in the output and in gradients.
+
+    `run` returns the output, and the gradients of all inputs.
+    """
+    before = run(inputs)
+    for document in (0, 1, 6, 10):
+        for poison in (0.5, float("nan")):
+            changed = [x.clone() for x in inputs]
+            for i in rows:
+                changed[i].split(LENGTHS, 1)[document].mul_(poison)
+            after = run(changed)
+            for i in (0, *(1 + place for place in rows)):
+                pairs = zip(*(x[i].split(LENGTHS, 1) for x in (after, before)), strict=True)
+                same = [torch.equal(a, b) for a, b in pairs]
+                test.assertEqual(same[:document] + same[document + 1 :], [True] * (len(LENGTHS) - 1), i)
+
+
+def check_compiles_once(test: unittest.TestCase, step) -> None:
+    """Call `step` with the lengths of several rows, with sizes that no other test has."""
+    with compiled_kernels() as names:
+        step(100, 7)
+        test.assertGreater(len(names), 0)
+        names.clear()
+        for lengths in ((1, 1), (16,), (64, 64), (3, 300, 1), (4097,)):
+            step(*lengths)
+    test.assertEqual(names, [])
+
+
 def make_delta_inputs(sizes, gate, lengths=LENGTHS):
     """Return q, k, v, g and beta in bfloat16, `a_log` and `dt_bias` unless the decay is given, and the gradient."""
     key_heads, heads, key_dim, value_dim = sizes
@@ -185,17 +214,7 @@ class CudaKimiDeltaRuleTest(TunedTest):
     @parameterized.expand([(gate,) for gate in GATES])
     def test_no_document_sees_another(self, gate):
         inputs, upstream = make_delta_inputs(DELTA_SIZES[0], gate)
-        before = run_delta(inputs, upstream, gate, self.boundaries, "fla")
-        for document in (0, 1, 6, 10):
-            for poison in (0.5, float("nan")):
-                changed = [x.clone() for x in inputs]
-                for x in changed[:5]:
-                    x.split(LENGTHS, 1)[document].mul_(poison)
-                after = run_delta(changed, upstream, gate, self.boundaries, "fla")
-                for i in range(6):
-                    pairs = zip(*(x[i].split(LENGTHS, 1) for x in (after, before)), strict=True)
-                    same = [torch.equal(a, b) for a, b in pairs]
-                    self.assertEqual(same[:document] + same[document + 1 :], [True] * (len(LENGTHS) - 1), (gate, i))
+        check_isolation(self, lambda x: run_delta(x, upstream, gate, self.boundaries, "fla"), inputs, tuple(range(5)))
 
     def test_does_not_wait_for_the_gpu(self):
         def prepare(lengths, boundaries):
@@ -280,34 +299,14 @@ class CudaSSDTest(unittest.TestCase):
     @parameterized.expand([(sizes,) for sizes in SIZES[:2]])
     def test_no_document_sees_another(self, sizes):
         inputs, upstream = make_inputs(sizes, torch.bfloat16)
-        per_token = (0, 1, 3, 4)
-        before = run(inputs, upstream, self.boundaries, "triton")
-        for document in (0, 1, 6, 10):
-            for poison in (0.5, float("nan")):
-                changed = [x.clone() for x in inputs]
-                for i in per_token:
-                    changed[i].split(LENGTHS, 1)[document].mul_(poison)
-                after = run(changed, upstream, self.boundaries, "triton")
-                for i in (0, *(1 + place for place in per_token)):
-                    same = [
-                        torch.equal(a, b)
-                        for a, b in zip(*(x[i].split(LENGTHS, 1) for x in (after, before)), strict=True)
-                    ]
-                    self.assertEqual(same[:document] + same[document + 1 :], [True] * (len(LENGTHS) - 1))
+        check_isolation(self, lambda x: run(x, upstream, self.boundaries, "triton"), inputs, (0, 1, 3, 4))
 
     def test_compiles_nothing_for_another_row(self):
         def step(*lengths):
             inputs, upstream = make_inputs((4, 32, 1, 32), torch.bfloat16, list(lengths))
             run(inputs, upstream, SequenceBoundaries.from_lengths(lengths, device="cuda"), "triton")
 
-        with compiled_kernels() as names:
-            # No other test has these sizes.
-            step(100, 7)
-            self.assertGreater(len(names), 0)
-            names.clear()
-            for lengths in ((1, 1), (16,), (64, 64), (3, 300, 1), (4097,)):
-                step(*lengths)
-        self.assertEqual(names, [])
+        check_compiles_once(self, step)
 
     def test_does_not_wait_for_the_gpu(self):
         def prepare(lengths, boundaries):
@@ -370,32 +369,14 @@ class CudaSelectiveScanTest(unittest.TestCase):
     @parameterized.expand([(sizes,) for sizes in MAMBA_SIZES[::3]])
     def test_no_document_sees_another(self, sizes):
         inputs, upstream = make_mamba_inputs(sizes, torch.bfloat16)
-        per_token = (0, 1, 3, 4)
-        before = run_mamba(inputs, upstream, self.boundaries, "triton")
-        for document in (0, 1, 6, 10):
-            for poison in (0.5, float("nan")):
-                changed = [x.clone() for x in inputs]
-                for i in per_token:
-                    changed[i].split(LENGTHS, 1)[document].mul_(poison)
-                after = run_mamba(changed, upstream, self.boundaries, "triton")
-                for i in (0, *(1 + place for place in per_token)):
-                    pairs = zip(*(x[i].split(LENGTHS, 1) for x in (after, before)), strict=True)
-                    same = [torch.equal(a, b) for a, b in pairs]
-                    self.assertEqual(same[:document] + same[document + 1 :], [True] * (len(LENGTHS) - 1))
+        check_isolation(self, lambda x: run_mamba(x, upstream, self.boundaries, "triton"), inputs, (0, 1, 3, 4))
 
     def test_compiles_nothing_for_another_row(self):
         def step(*lengths):
             inputs, upstream = make_mamba_inputs((96, 1, 16), torch.bfloat16, list(lengths))
             run_mamba(inputs, upstream, SequenceBoundaries.from_lengths(lengths, device="cuda"), "triton")
 
-        with compiled_kernels() as names:
-            # No other test has these sizes.
-            step(100, 7)
-            self.assertGreater(len(names), 0)
-            names.clear()
-            for lengths in ((1, 1), (16,), (64, 64), (3, 300, 1), (4097,)):
-                step(*lengths)
-        self.assertEqual(names, [])
+        check_compiles_once(self, step)
 
     def test_does_not_wait_for_the_gpu(self):
         def prepare(lengths, boundaries):

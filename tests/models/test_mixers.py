@@ -189,8 +189,8 @@ class MixersTest(unittest.TestCase):
 
 
 class InterpretedMixersTest(InterpretedKernelsTest):
-    @parameterized.expand([("bamba", {"mamba_n_groups": 2}), ("falcon_h1", {}), ("nemotron_h", {"n_groups": 2})])
-    def test_kernels(self, family, options):
+    def check(self, family, **options):
+        """Compare a packed row with its documents alone, and return what ran."""
         model, rows = tiny_model(family, **options), documents(LENGTHS)
         logits, loss = alone(model, rows)
         expected = gradients(model, loss)
@@ -198,20 +198,17 @@ class InterpretedMixersTest(InterpretedKernelsTest):
         output = patch_model(model)(**packed_batch(rows))
         self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
         self.assertLess(total_relative_error(gradients(model, output.loss), expected), 1e-4)
-        used = implementations_used()
+        return implementations_used()
+
+    @parameterized.expand([("bamba", {"mamba_n_groups": 2}), ("falcon_h1", {}), ("nemotron_h", {"n_groups": 2})])
+    def test_kernels(self, family, options):
+        used = self.check(family, **options)
         self.assertEqual(used["ssd"], ["triton"])
         self.assertEqual(used["swiglu_linear" if family == "falcon_h1" else "gated_rms_norm_linear"], ["triton"])
 
     @parameterized.expand(["jamba", "falcon_mamba", "zamba"])
     def test_kernels_of_mamba(self, family):
-        model, rows = tiny_model(family), documents(LENGTHS)
-        logits, loss = alone(model, rows)
-        expected = gradients(model, loss)
-        dispatch._used.clear()
-        output = patch_model(model)(**packed_batch(rows))
-        self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
-        self.assertLess(total_relative_error(gradients(model, output.loss), expected), 1e-4)
-        used = implementations_used()
+        used = self.check(family)
         self.assertEqual([used["selective_scan"], used["swiglu_linear"]], [["triton"]] * 2)
 
 

@@ -3,14 +3,14 @@
 import math
 import sys
 import unittest
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from common.fused import errors, guarded_buffers
+from common.fused import errors
 from mixins.op import PackedOpTesterMixin
+from mixins.scan import LENGTHS, ScanTesterMixin, against_documents_alone
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
@@ -26,7 +26,6 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 BARS = {FLOAT32: 1e-4, BFLOAT16: 1e-2}
 # Heads, their size, groups and states: several heads in a tile, groups, parts of a head, two tiles of states.
 SIZES = [(4, 8, 1, 8), (4, 16, 2, 72), (2, 80, 2, 16), (2, 128, 1, 16), (4, 12, 1, 8)]
-LENGTHS = (5, 1, 16, 33)
 
 
 def make_inputs(length, heads, dim, groups, states, dtype=FLOAT32):
@@ -55,26 +54,6 @@ def token_by_token(x, dt, B, C, A, D, dt_bias, dt_limit):
     return torch.stack(outputs, 1)
 
 
-def with_gradients(function, inputs, upstream):
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    output = function(*leaves)
-    return [output.detach(), *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
-
-
-def against_documents_alone(lengths, inputs, dt_limit, impl):
-    """Return the results of a packed row, and those of the formula on each document in float64."""
-    upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    boundaries = SequenceBoundaries.from_lengths(lengths)
-    options = {"boundaries": boundaries, "dt_limit": dt_limit, "impl": impl}
-
-    def alone(*leaves):
-        documents = zip(*(x.split(lengths, 1) for x in leaves[:4]), strict=True)
-        return torch.cat([token_by_token(*document, *leaves[4:], dt_limit) for document in documents], 1)
-
-    packed = with_gradients(lambda *leaves: call(*leaves, **options), inputs, upstream)
-    return packed, with_gradients(alone, [x.double() for x in inputs], upstream)
-
-
 class PackedSSDTest(PackedOpTesterMixin, unittest.TestCase):
     tolerance = 2e-5
     impl = "reference"
@@ -101,7 +80,7 @@ class ReferenceTest(unittest.TestCase):
     @parameterized.expand([(sizes, limit) for sizes in SIZES for limit in ((0.0, math.inf), (0.25, 1.0))])
     def test_against_the_formula(self, sizes, limit):
         inputs = make_inputs(sum(LENGTHS), *sizes)
-        actual, expected = against_documents_alone(LENGTHS, inputs, limit, "reference")
+        actual, expected = against_documents_alone(call, token_by_token, LENGTHS, inputs, "reference", dt_limit=limit)
         self.assertLess(max(errors(actual, expected)), BARS[FLOAT32], errors(actual, expected))
 
     @parameterized.expand([(1,), (16,), (100,), (256,)])
@@ -152,7 +131,10 @@ class ReferenceTest(unittest.TestCase):
             call(*inputs)
 
 
-class InterpretedTest(InterpretedKernelsTest):
+class InterpretedTest(ScanTesterMixin, InterpretedKernelsTest):
+    call, make_inputs = staticmethod(call), staticmethod(make_inputs)
+    sizes, buffer_sizes = SIZES[0], SIZES[1:3]
+
     def setUp(self):
         super().setUp()
         # Short chunks, so that short documents have several.
@@ -164,45 +146,9 @@ class InterpretedTest(InterpretedKernelsTest):
     )
     def test_against_the_formula(self, sizes, limit, dtype):
         inputs = make_inputs(sum(LENGTHS), *sizes, dtype)
-        actual, expected = against_documents_alone(LENGTHS, inputs, limit, "triton")
+        actual, expected = against_documents_alone(call, token_by_token, LENGTHS, inputs, "triton", dt_limit=limit)
         self.assertEqual([x.dtype for x in actual], [dtype] * 8)
         self.assertLess(max(errors(actual, expected)), BARS[dtype], errors(actual, expected))
-
-    def test_batches_and_columns_of_wider_rows(self):
-        inputs = make_inputs(21, *SIZES[0])
-        expected = with_gradients(lambda *x: call(*x, impl="triton"), inputs, torch.ones_like(inputs[0]))
-        wide = [torch.full((1, 21, 3, *x.shape[2:]), float("nan")).index_copy(2, torch.tensor([1]), x[:, :, None])
-                for x in inputs[:4]]  # fmt: skip
-        inputs[:4] = (x[:, :, 1] for x in wide)
-        self.assertFalse(any(x.is_contiguous() for x in inputs[:4]))
-        actual = with_gradients(lambda *x: call(*x, impl="triton"), inputs, torch.ones_like(inputs[0]))
-        for a, b in zip(actual, expected, strict=True):
-            self.assertTrue(torch.equal(a, b))
-        batch = [torch.cat([x, -x]) for x in inputs[:4]]
-        alone = [call(*(x[i : i + 1] for x in batch), *inputs[4:], impl="triton") for i in range(2)]
-        self.assertTrue(torch.equal(call(*batch, *inputs[4:], impl="triton"), torch.cat(alone)))
-
-    def test_reads_no_buffer_that_it_did_not_write_and_writes_nothing_else(self):
-        run = partial(call, boundaries=SequenceBoundaries.from_lengths(LENGTHS), impl="triton")
-        for sizes in SIZES[1:3]:
-            inputs = make_inputs(sum(LENGTHS), *sizes)
-            plain = with_gradients(run, inputs, torch.ones_like(inputs[0]))
-            with guarded_buffers():
-                guarded = with_gradients(run, inputs, torch.ones_like(inputs[0]))
-            for a, b in zip(guarded, plain, strict=True):
-                self.assertTrue(torch.equal(a, b))
-
-    def test_boundaries_on_the_device_only(self):
-        """As in a CUDA graph: documents may be empty, and the last one is."""
-        inputs = make_inputs(40, *SIZES[0])
-        cu_seqlens = torch.tensor([0, 17, 17, 40, 40], dtype=torch.int32)
-        in_graph = SequenceBoundaries(cu_seqlens, length=40, device_only="Pass lengths.")
-        outside = SequenceBoundaries.from_lengths([17, 23])
-        results = [
-            with_gradients(lambda *x: call(*x, boundaries=b, impl="triton"), inputs, torch.ones_like(inputs[0]))  # noqa: B023
-            for b in (in_graph, outside)
-        ]
-        self.assertLess(max(errors(*results)), 1e-6)
 
     def test_what_the_kernel_does_not_serve(self):
         for inputs, message in (

@@ -78,8 +78,7 @@ def _after_projection(module, projected: torch.Tensor, boundaries) -> torch.Tens
     groups, states = module.n_groups, module.ssm_state_size
     sizes = [module.intermediate_size, module.intermediate_size + 2 * groups * states, module.num_heads]
     gate, mixed, dt = projected.split(sizes, dim=-1)
-    conv = module.conv1d
-    mixed = causal_conv1d(mixed, conv.weight.squeeze(1), conv.bias, module.activation, boundaries=boundaries)
+    mixed = _convolved(module, mixed, boundaries)
     x, b, c = mixed.split([module.intermediate_size, groups * states, groups * states], dim=-1)
     y = ssd(
         x.unflatten(-1, (module.num_heads, -1)),
@@ -93,6 +92,11 @@ def _after_projection(module, projected: torch.Tensor, boundaries) -> torch.Tens
         boundaries=boundaries,
     ).flatten(-2)
     return _with_gate(module, y, gate)
+
+
+def _convolved(module, x: torch.Tensor, boundaries) -> torch.Tensor:
+    conv = module.conv1d
+    return causal_conv1d(x, conv.weight.squeeze(1), conv.bias, module.activation, boundaries=boundaries)
 
 
 def _with_gate(module, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -111,12 +115,12 @@ def _with_gate(module, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 @force_accelerate_hooks(["conv1d", "dt_proj"])
 def mamba(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_mask=None, **_):
     """Compute a Mamba mixer, perhaps with norms of the step, B and C, as in Jamba and Falcon-Mamba."""
-    conv, layer = module.conv1d, module.dt_proj
-    if attention_mask is not None or not isinstance(conv, torch.nn.Conv1d):
+    layer = module.dt_proj
+    if attention_mask is not None or not isinstance(module.conv1d, torch.nn.Conv1d):
         return None
     (projected,) = project(hidden_states, module.in_proj)
     x, gate = projected.chunk(2, dim=-1)
-    x = causal_conv1d(x, conv.weight.squeeze(1), conv.bias, module.activation, boundaries=boundaries)
+    x = _convolved(module, x, boundaries)
     (parameters,) = project(x, module.x_proj)
     dt, b, c = parameters.split([module.time_step_rank, module.ssm_state_size, module.ssm_state_size], dim=-1)
     if hasattr(module, "dt_layernorm"):
@@ -134,12 +138,11 @@ def mamba(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_
 @force_accelerate_hooks("conv1d")
 def zamba(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_mask=None, **_):
     """Compute a Mamba mixer whose heads have projections of their own for the step, B and C."""
-    conv = module.conv1d
-    if attention_mask is not None or not isinstance(conv, torch.nn.Conv1d):
+    if attention_mask is not None or not isinstance(module.conv1d, torch.nn.Conv1d):
         return None
     (projected,) = project(hidden_states, module.in_proj)
     x, gate = projected.unflatten(-1, (-1, 2)).unbind(-1)
-    x = causal_conv1d(x, conv.weight.squeeze(1), conv.bias, module.activation, boundaries=boundaries)
+    x = _convolved(module, x, boundaries)
     heads = x.unflatten(-1, (module.n_mamba_heads, -1))
     parameters = torch.einsum("zthp,hop->ztho", heads, module.x_proj_weight)
     dt, b, c = parameters.split([module.time_step_rank, module.ssm_state_size, module.ssm_state_size], dim=-1)

@@ -20,6 +20,7 @@ from .backends import fla, triton
 from .dispatch import Implementation, always, mixes_tokens, run
 from .example import Call, Setting
 from .norm import widened
+from .per_document import check_row
 
 
 @mixes_tokens
@@ -172,7 +173,7 @@ def _reference(hidden_states, weight, bias, activation, *, boundaries):
     function = partial(torch_causal_conv1d, weight=weight, bias=bias, activation=activation)
     if boundaries is None:
         return function(hidden_states)
-    _check_row(hidden_states, boundaries)
+    check_row(hidden_states, boundaries, "hidden_states", "D")
     # Zeros between the documents, `W - 1` of them, keep every window inside its document. The result is that of
     # `per_document`, in one pass over the row.
     gap = weight.shape[-1] - 1
@@ -180,12 +181,6 @@ def _reference(hidden_states, weight, bias, activation, *, boundaries):
     slots = torch.arange(length, device=hidden_states.device) + gap * boundaries.seq_idx[0]
     spaced = hidden_states.new_zeros(1, length + gap * (boundaries.num_documents - 1), hidden_states.shape[-1])
     return function(spaced.index_copy(1, slots, hidden_states)).index_select(1, slots)
-
-
-def _check_row(hidden_states: torch.Tensor, boundaries: SequenceBoundaries) -> None:
-    if hidden_states.shape[:2] != (1, boundaries.total_length):
-        expected = f"hidden_states [1, {boundaries.total_length}, D], the row that the boundaries describe"
-        raise input_error(expected, tuple(hidden_states.shape), "Make the boundaries from this row's lengths.")
 
 
 IMPLEMENTATIONS = {
@@ -216,7 +211,7 @@ def triton_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, v
     if boundaries is None:
         position = torch.arange(length, dtype=torch.int32, device=hidden_states.device).repeat(rows)
     else:
-        _check_row(hidden_states, boundaries)
+        check_row(hidden_states, boundaries, "hidden_states", "D")
         position = boundaries.derived("positions", lambda: boundaries.position_ids[0].to(torch.int32))
     if halo is not None:
         halo = halo[0], slots_of(boundaries, halo[1], weight.shape[1] - 1)

@@ -96,6 +96,13 @@ def per_document(
     )
 
 
+def check_row(row: torch.Tensor, boundaries: SequenceBoundaries, name: str, sizes: str) -> None:
+    """Raise a `ValueError` unless `row` `[1, T, *sizes]` is one that the boundaries describe."""
+    if row.shape[:2] != (1, boundaries.total_length):
+        expected = f"{name} [1, {boundaries.total_length}, {sizes}], the row that the boundaries describe"
+        raise input_error(expected, tuple(row.shape), "Make the boundaries from this row's lengths.")
+
+
 def in_batches(
     function: Callable[..., Any],
     rows: Sequence[torch.Tensor],

@@ -12,7 +12,6 @@ documents. Steps, decays and states are float32, or float64 for float64 inputs.
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from .dispatch import Implementation, always, run
 from .example import Call, Setting
 from .norm import widened
 from .per_document import per_document
+from .ssd import chunks_of_rows
 
 
 def selective_scan(
@@ -159,15 +159,9 @@ def _reference(x, dt, A, B, C, D, dt_bias, *, boundaries):
 
 def _triton(x, dt, A, B, C, D, dt_bias, *, boundaries):
     from .backends.triton.selective_scan import SelectiveScan
-    from .backends.triton.ssd import chunks_of
 
     batch, length, _ = x.shape
-    if boundaries is None:
-        boundaries = SequenceBoundaries.from_lengths([length] * batch, device=x.device)
-    elif (batch, length) != (1, boundaries.total_length):
-        expected = f"x [1, {boundaries.total_length}, channels], the row that the boundaries describe"
-        raise input_error(expected, tuple(x.shape), "Make the boundaries from this row's lengths.")
-    chunks, offsets, _ = boundaries.derived("ssd", partial(chunks_of, boundaries))
+    chunks, offsets, _ = chunks_of_rows(x, boundaries, "channels")
     rows = (z.reshape(batch * length, -1) for z in (x, dt, B, C))
     x, dt, b, c = rows
     y = SelectiveScan.apply(x, dt, A, b, c, D, dt_bias, chunks, offsets, B.shape[2])
@@ -175,13 +169,10 @@ def _triton(x, dt, A, B, C, D, dt_bias, *, boundaries):
 
 
 def _verify_triton(x, dt, A, B, C, D, dt_bias, **_):
-    for z in (dt, A, B, C, D, dt_bias):
-        ok, reason = triton.verify(z)
-        if not ok:
-            return ok, reason
-    if B.shape[3] > 256:
+    ok, reason = triton.verify_all(dt, A, B, C, D, dt_bias, x)
+    if ok and B.shape[3] > 256:
         return False, f"supports states of up to 256 numbers, not {B.shape[3]}"
-    return triton.verify(x)
+    return ok, reason
 
 
 IMPLEMENTATIONS = {

@@ -21,7 +21,7 @@ from .backends import mamba_ssm, triton
 from .dispatch import Implementation, always, run
 from .example import Call, Setting
 from .norm import widened
-from .per_document import per_document
+from .per_document import check_row, per_document
 
 
 def ssd(
@@ -150,16 +150,22 @@ def _reference(x, dt, A, B, C, D, *, dt_bias, dt_limit, boundaries):
     return scan(x, dt, B, C) if boundaries is None else per_document(scan, x, dt, B, C, boundaries=boundaries)
 
 
+def chunks_of_rows(x: torch.Tensor, boundaries: SequenceBoundaries | None, sizes: str) -> tuple:
+    """Return the chunks of all sequences `[batch, T, *sizes]`, or of the documents of a row, for the kernels of a scan."""
+    from .backends.triton.ssd import chunks_of
+
+    if boundaries is None:
+        boundaries = SequenceBoundaries.from_lengths([x.shape[1]] * len(x), device=x.device)
+    else:
+        check_row(x, boundaries, "x", sizes)
+    return boundaries.derived("ssd", partial(chunks_of, boundaries))
+
+
 def _triton(x, dt, A, B, C, D, *, dt_bias, dt_limit, boundaries):
-    from .backends.triton.ssd import SSD, chunks_of, size_of_heads
+    from .backends.triton.ssd import SSD, size_of_heads
 
     batch, length, heads, dim = x.shape
-    if boundaries is None:
-        boundaries = SequenceBoundaries.from_lengths([length] * batch, device=x.device)
-    elif (batch, length) != (1, boundaries.total_length):
-        expected = f"x [1, {boundaries.total_length}, H, P], the row that the boundaries describe"
-        raise input_error(expected, tuple(x.shape), "Make the boundaries from this row's lengths.")
-    chunks = boundaries.derived("ssd", partial(chunks_of, boundaries))
+    chunks = chunks_of_rows(x, boundaries, "H, P")
     size = size_of_heads(heads, dim, B.shape[2])
     x = F.pad(x, (0, size - dim)) if size > dim else x
     sizes = heads, size, *B.shape[2:]

@@ -98,10 +98,9 @@ def _add_triton(streams, hidden_states, factors):
 
 
 def _verify(*tensors):
-    problems = (triton.verify(x) for x in tensors)
-    refused = next((problem for problem in problems if not problem[0]), None)
+    ok, reason = triton.verify_all(*tensors)
     width = tensors[0].shape[-1]
-    return refused or (width <= 16384, f"supports widths up to 16384, not {width}")
+    return (width <= 16384, f"supports widths up to 16384, not {width}") if ok else (ok, reason)
 
 
 MIX = {

@@ -33,6 +33,11 @@ def verify(tensor: torch.Tensor, *others) -> tuple[bool, str]:
     return not problem(), problem()
 
 
+def verify_all(*tensors: torch.Tensor) -> tuple[bool, str]:
+    """Whether these kernels support all of the tensors."""
+    return next((found for found in map(verify, tensors) if not found[0]), (True, ""))
+
+
 def verify_gated(hidden_states: torch.Tensor, gate: torch.Tensor) -> tuple[bool, str]:
     """Whether a kernel supports a tensor and its gate."""
     # An adapter on one of the two projections may return another dtype.
