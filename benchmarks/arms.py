@@ -16,9 +16,16 @@ if not torch.cuda.is_available():
 from shapes import LORA_EXPERTS, LORA_LAYERS, LORA_MLP
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, set_seed
 
-from transformers_packed import DataCollatorWithFlattening, use_cuda_graphs, use_float8
+from transformers_packed import DataCollatorWithFlattening, registered, use_cuda_graphs, use_float8
 from transformers_packed.models.cuda_graphs import graph_length
-from transformers_packed.models.quantization import SENSITIVE
+from transformers_packed.models.quantization import (
+    SENSITIVE,
+    in_4bit,
+    initialize_in_4bit,
+    initialized_modules,
+    keeps_dtype,
+    nf4,
+)
 from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
 from transformers_packed.training.mtp import train_mtp
 
@@ -211,17 +218,9 @@ def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def quantize(model: torch.nn.Module, experts: bool = True) -> None:
     """Replace the weights that `from_pretrained` would replace, with double quantization. Stock classes keep `experts`."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    for name in [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]:
-        layer = model.get_submodule(name)
-        if name.endswith(("lm_head", *SENSITIVE)):
-            continue
-        size = layer.in_features, layer.out_features
-        new = Linear4bit(*size, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
-        weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=new)
-        new.weight = weight.to(layer.weight.device)
-        model.set_submodule(name, new)
+    for name, layer in list(model.named_modules()):
+        if type(layer) is torch.nn.Linear and not keeps_dtype(name):
+            model.set_submodule(name, in_4bit(layer, nf4(torch.bfloat16)))
     for module in experts_of(model) if experts else ():
         for name in EXPERTS:
             set_weights(module, name, ExpertsIn4bit.of(getattr(module, name).data, double=True))
@@ -230,16 +229,16 @@ def quantize(model: torch.nn.Module, experts: bool = True) -> None:
 
 def make_base(config: dict, kind: str, device: str) -> torch.nn.Module:
     """A causal model of random weights in NF4 or float8. Its experts in bfloat16 exist for one layer at a time."""
-    with torch.device("meta"):
+    with registered(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
-    # A block initializes its router, so it comes after it.
-    for module in reversed([*model.modules()]):
-        module.to_empty(device=device, recurse=False)
-        model._init_weights(module)
+    if kind == "nf4":
+        initialize_in_4bit(model, nf4(torch.bfloat16), device)
+        return model
+    for _, module in initialized_modules(model, device):
         if module in experts_of(module):
-            quantize(module) if kind == "nf4" else store_in_float8(module)
+            store_in_float8(module)
     model.tie_weights()
-    quantize(model) if kind == "nf4" else store_in_float8(model)
+    store_in_float8(model)
     return model
 
 

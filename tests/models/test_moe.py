@@ -161,6 +161,19 @@ class ChoiceTest(MoeTestCase):
         self.assertIs(found, finegrained_fp8.fp8_grouped_mm_experts_forward)
         self.assertFalse(our_experts.isolates(layer))
 
+    def test_experts_without_a_gate(self):
+        """The experts of another model, which gets the name of our implementation, have other weights."""
+        layer = packed_model("qwen3_next").model.layers[0].mlp.experts
+        width = layer.down_proj.shape[2]
+        layer.has_gate, layer.up_proj = False, torch.nn.Parameter(layer.gate_up_proj.data[:, :width].contiguous())
+        del layer.gate_up_proj
+        x, index = torch.randn(3, layer.up_proj.shape[2]), torch.tensor([[0], [1], [1]])
+        output = layer(x, index, torch.ones(3, 1))
+        self.assertEqual(self.calls, ["grouped_mm"])
+        for token, expert in enumerate(index[:, 0].tolist()):
+            expected = layer.down_proj[expert] @ layer.act_fn(layer.up_proj[expert] @ x[token])
+            self.assertLess(relative_error(output[token], expected), 1e-5)
+
     def test_modules_in_place_of_the_experts_do_not_isolate(self):
         layer = packed_model("qwen3_next").model.layers[0].mlp.experts
         self.assertTrue(our_experts.isolates(layer))

@@ -1,7 +1,6 @@
 """Experts in 4 bit (bitsandbytes) and in float8 (torchao): loading, training, saving and patching, on a CPU."""
 
 import copy
-import pickle
 import tempfile
 import unittest
 from functools import cache
@@ -31,8 +30,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as builtin_qwen3_
 
 from transformers_packed import audit_model, patch_model, registered, unpatch_model
 from transformers_packed.models import experts as our_experts
-from transformers_packed.models.lora import EXPERT_WEIGHTS
-from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
+from transformers_packed.models.families import EXPERT_WEIGHTS
+from transformers_packed.models.quantized_weights import ExpertsIn4bit
 from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 
@@ -58,7 +57,9 @@ SIZE = {
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 WEIGHTS = ("gate_up_proj", "down_proj")
-STORED = [(kind, double) for kind in ("nf4", "fp4") for double in (False, True)]
+CASES = [
+    (f"{f}_{kind}_{double}", f, kind, double) for f in FAMILIES for kind in ("nf4", "fp4") for double in (False, True)
+]
 DOCUMENTS = [torch.arange(1, n + 1) for n in (13, 20, 3)]
 
 
@@ -73,11 +74,6 @@ def experts_of(model):
 
 def weights_of(model):
     return [getattr(module, name) for module in experts_of(model) for name in WEIGHTS]
-
-
-def whole(weights):
-    """The weights in 4 bit, by bitsandbytes."""
-    return dequantize_4bit(weights.packed, weights.state)
 
 
 def in_4_bit(model):
@@ -131,7 +127,6 @@ def ddp(family):
     return step(wrapped, [batch(torch.distributed.get_rank())])[1], in_4_bit(model)
 
 
-@unittest.skipUnless(HAS_BITSANDBYTES, "needs bitsandbytes")
 class QuantizedExpertsTestCase(unittest.TestCase):
     def setUp(self):
         self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
@@ -144,17 +139,11 @@ class QuantizedExpertsTestCase(unittest.TestCase):
 
         self.enterContext(mock.patch.object(our_experts, "experts", record))
 
-    def saved(self, family):
-        folder = self.folder / "model"
-        if not folder.exists():
-            source(family).save_pretrained(folder)
-        return folder
-
     def load(self, family, cls=None, config=None, **options):
-        cls, config = cls or FAMILIES[family][0], config or four_bit()
-        return cls.from_pretrained(
-            self.saved(family), quantization_config=config, **{"dtype": torch.float32} | options
-        )
+        if not (folder := self.folder / "model").exists():
+            source(family).save_pretrained(folder)
+        options = {"dtype": torch.float32, "quantization_config": config or four_bit()} | options
+        return (cls or FAMILIES[family][0]).from_pretrained(folder, **options)
 
     def stock(self, family, model):
         """A stock model with the weights of a quantized one."""
@@ -163,7 +152,8 @@ class QuantizedExpertsTestCase(unittest.TestCase):
             if isinstance(module, Linear4bit):
                 state[f"{name}.weight"] = dequantize_4bit(module.weight.data, module.weight.quant_state)
             for leaf in WEIGHTS if isinstance(getattr(module, "down_proj", None), ExpertsIn4bit) else ():
-                state[f"{name}.{leaf}"] = whole(getattr(module, leaf))
+                weights = getattr(module, leaf)
+                state[f"{name}.{leaf}"] = dequantize_4bit(weights.packed, weights.state)
         stock.load_state_dict(state)
         return stock
 
@@ -179,8 +169,9 @@ class QuantizedExpertsTestCase(unittest.TestCase):
             self.assertTrue(torch.equal(gradient, expected[1][name]), name)
 
 
+@unittest.skipUnless(HAS_BITSANDBYTES, "needs bitsandbytes")
 class LoadingTest(QuantizedExpertsTestCase):
-    @parameterized.expand([(f"{f}_{kind}_{double}", f, kind, double) for f in FAMILIES for kind, double in STORED])
+    @parameterized.expand(CASES)
     def test_values_of_bitsandbytes(self, _, family, kind, double):
         model = self.load(family, config=four_bit(kind, double))
         for weights, original in zip(weights_of(model), weights_of(source(family)), strict=True):
@@ -205,15 +196,8 @@ class LoadingTest(QuantizedExpertsTestCase):
 
     @parameterized.expand(FAMILIES)
     def test_other_models_as_before(self, family):
-        set_seed(0)
-        sizes = {
-            k: v
-            for k, v in SIZE.items()
-            if k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-        }
-        other = MixtralForCausalLM(
-            MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
-        )
+        sizes = {name: SIZE[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+        other = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=4, num_local_experts=4))
         other.save_pretrained(self.folder / "mixtral")
         with registered():
             loaded = AutoModelForCausalLM.from_pretrained(self.folder / "mixtral", quantization_config=four_bit())
@@ -225,7 +209,7 @@ class LoadingTest(QuantizedExpertsTestCase):
                     self.assertTrue(torch.equal(getattr(module, name), getattr(original, name)))
             self.assertTrue(any(isinstance(module, Linear4bit) for module in model.modules()))
 
-    @parameterized.expand([(f"{f}_{kind}_{double}", f, kind, double) for f in FAMILIES for kind, double in STORED])
+    @parameterized.expand(CASES)
     def test_saved_and_loaded_again(self, _, family, kind, double):
         model = self.load(family, config=four_bit(kind, double))
         model.save_pretrained(self.folder / "again")
@@ -255,8 +239,9 @@ class LoadingTest(QuantizedExpertsTestCase):
             self.assertTrue(torch.equal(loaded.state_dict()[name], value), name)
 
 
+@unittest.skipUnless(HAS_BITSANDBYTES, "needs bitsandbytes")
 class TrainingTest(QuantizedExpertsTestCase):
-    @parameterized.expand([(f"{f}_{kind}_{double}", f, kind, double) for f in FAMILIES for kind, double in STORED])
+    @parameterized.expand(CASES)
     def test_equals_peft_with_the_stock_class(self, _, family, kind, double):
         model = self.load(family, config=four_bit(kind, double))
         stock = adapted(self.stock(family, model))
@@ -334,8 +319,9 @@ class TrainingTest(QuantizedExpertsTestCase):
             torch.testing.assert_close(gradient, mean)
 
 
+@unittest.skipUnless(HAS_BITSANDBYTES, "needs bitsandbytes")
 class PatchTest(QuantizedExpertsTestCase):
-    @parameterized.expand([(f"{f}_{kind}_{double}", f, kind, double) for f in FAMILIES for kind, double in STORED])
+    @parameterized.expand(CASES)
     def test_replaced_by_bitsandbytes(self, _, family, kind, double):
         model = replaced(copy.deepcopy(source(family)), quant_type=kind, compress_statistics=double)
         values, names = [x.clone() for x in weights_of(model)], sorted(model.state_dict())
@@ -390,114 +376,22 @@ class PatchTest(QuantizedExpertsTestCase):
         self.assertLess(relative_error(logits, expected), 1e-5)
 
 
-@unittest.skipUnless(HAS_BITSANDBYTES, "needs bitsandbytes")
-class TensorTest(unittest.TestCase):
-    def weights(self, shape=(5, 16, 24), double=True, dtype=torch.bfloat16):
-        set_seed(0)
-        return ExpertsIn4bit.of(torch.randn(shape).to(dtype), double=double)
-
-    def module(self, weights):
-        module = torch.nn.Module()
-        set_weights(module, "down_proj", weights)
-        return module
-
-    @parameterized.expand([((5, 48, 32),), ((3, 7, 9),), ((6, 256, 160),), ((1, 1, 1),)])
-    def test_some_experts(self, shape):
-        for double in (False, True):
-            weights = self.weights(shape, double)
-            everything = dequantize_4bit(weights.packed, self.flat(weights.state)).view(shape)
-            self.assertEqual(everything.dtype, torch.bfloat16)
-            for first in range(shape[0]):
-                for last in range(first + 1, shape[0] + 1):
-                    self.assertTrue(torch.equal(weights.compute(first, last), everything[first:last]), (first, last))
-
-    def flat(self, state):
-        state = copy.copy(state)
-        state.shape = torch.Size([state.shape.numel()])
-        return state
-
-    @parameterized.expand(
-        {
-            "deepcopy": copy.deepcopy,
-            "pickle": lambda module: pickle.loads(pickle.dumps(module)),
-            "dtype": lambda module: copy.deepcopy(module).to(torch.float32),
-            "device": lambda module: copy.deepcopy(module).to("cpu"),
-            "half": lambda module: copy.deepcopy(module).half(),
-        }.items()
-    )
-    def test_copies_stay_in_4_bit(self, name, make):
-        for double in (False, True):
-            module = self.module(self.weights(double=double))
-            copied = make(module)
-            self.assertIs(type(copied.down_proj), ExpertsIn4bit)
-            self.assertIsNot(copied.down_proj.packed, module.down_proj.packed)
-            self.assertFalse(copied.down_proj.requires_grad)
-            self.assertTrue(torch.equal(copied.down_proj.compute(), module.down_proj.compute()))
-            dtype = {"dtype": torch.float32, "half": torch.float16}.get(name, torch.bfloat16)
-            self.assertEqual((copied.down_proj.dtype, copied.down_proj.compute().dtype), (dtype, torch.bfloat16))
-            self.assertEqual(copied.state_dict().keys(), module.state_dict().keys())
-        self.assertEqual(self.module(self.weights()).to("meta").down_proj.packed.device.type, "meta")
-
-    def test_other_operations_get_the_whole_tensor(self):
-        weights = self.weights()
-        self.assertTrue(torch.equal(weights + 1, weights.compute() + 1))
-        self.assertTrue(torch.equal(weights[1], weights.compute()[1]))
-        self.assertEqual((weights.float() @ torch.ones(24)).dtype, torch.float32)
-
-    @parameterized.expand(
-        {
-            "add": lambda x: x.add_(1),
-            "zero": lambda x: x.data.zero_(),
-            "copy": lambda x: x.copy_(torch.zeros(x.shape)),
-            "out": lambda x: torch.add(torch.ones(x.shape), 1, out=x),
-            "index": lambda x: x.__setitem__(0, 0.0),
-            "normal": lambda x: torch.nn.init.normal_(x),
-            "foreach": lambda x: torch._foreach_add_([x], 1.0),
-        }.items()
-    )
-    def test_changes_in_place_are_errors(self, _, change):
-        weights = self.weights()
-        before = weights.compute()
-        with self.assertRaisesRegex(ValueError, "expected .*got (experts in 4 bit|others)"), torch.no_grad():
-            change(weights)
-        self.assertTrue(torch.equal(weights.compute(), before))
-
-    def test_a_copy_of_the_same_values(self):
-        weights = self.weights()
-        self.assertIs(weights.copy_(weights.compute()), weights)
-
-    @parameterized.expand(
-        {
-            "chunk": lambda x: torch.chunk(x, 2),
-            "split": lambda x: x.split([2, 3]),
-            "dimension": lambda x: x.split(8, 1),
-        }.items()
-    )
-    def test_sharding_is_an_error(self, _, shard):
-        with self.assertRaisesRegex(ValueError, "experts in a floating dtype to shard or split, got experts in 4 bit"):
-            shard(self.weights())
-
-
-class Float8Test(unittest.TestCase):
+class Float8Test(QuantizedExpertsTestCase):
     @parameterized.expand(FAMILIES)
     @unittest.skipUnless(find_spec("torchao"), "needs torchao")
     def test_torchao(self, family):
         config = Float8WeightOnlyConfig()
         config = TorchAoConfig(FqnToConfig({"re:.*experts[.](gate_up|down)_proj": config}))
-        with tempfile.TemporaryDirectory() as folder:
-            source(family).save_pretrained(folder)
-            model = FAMILIES[family][0].from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+        model = self.load(family, config=config)
         stock = copy.deepcopy(source(family))
         for weights, full in zip(weights_of(model), weights_of(stock), strict=True):
             self.assertEqual(type(weights).__name__, "Float8Tensor")
             full.data.copy_(weights.dequantize())
         patched = patch_model(copy.deepcopy(stock))
         found, same, expected = step(adapted(model)), step(adapted(patched)), alone(adapted(stock))
-        self.assertLess(relative_error(found[0], expected[0]), 2e-5)
-        self.assertLess(total_relative_error(found[1], expected[1]), 2e-5)
-        self.assertTrue(torch.equal(found[0], same[0]))
-        for name, gradient in found[1].items():
-            self.assertTrue(torch.equal(gradient, same[1][name]), name)
+        self.assertEqual(self.names, ["lora"] * 4)
+        self.check_same_bits(found, same)
+        self.check_same(found, expected)
 
 
 if __name__ == "__main__":

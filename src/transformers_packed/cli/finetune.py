@@ -29,9 +29,9 @@ from transformers import (
 from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import count, input_error
 from ..models.cuda_graphs import graph_length, use_cuda_graphs
-from ..models.families import OWN, SIZED, family_of, sizes_of, titles
+from ..models.families import EXPERT_WEIGHTS, OWN, SIZED, family_of, sizes_of, titles
 from ..models.float8 import use_float8
-from ..models.lora import EXPERT_WEIGHTS, adapted_layers
+from ..models.lora import adapted_layers
 from ..models.mtp import find_head
 from ..models.mtp_head import check_declared
 from ..models.quantization import initialize_in_4bit, nf4

@@ -10,36 +10,43 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.activations import SiLUActivation
 from transformers.integrations import finegrained_fp8, moe
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from ..errors import input_error
 from ..ops import experts
 from ..ops.dispatch import ran
-from ..ops.float8 import dequantized
+from ..ops.float8 import dequantized, float8_rows_of
 from ..ops.moe import verify_triton
 from ..ops.terms import Adapter, DequantizedExperts
-from .families import OWN
+from .experts_quantizer import ExpertsQuantizer
+from .families import EXPERT_CLASSES
 from .lora import adapter_of_parameter, is_lora, lora_class
 from .packed_model import EXPERTS
-from .quantized_weights import ExpertsIn4bit, float8_rows_of, is_replaced
+from .quantized_weights import ExpertsIn4bit, adopt, is_replaced
 from .releases import has_post_expert_norm, has_usual_gate
 from .untouched import is_untouched
 
 
 _DEFAULT = "grouped_mm"
-_CLASSES = [family.experts for family in OWN if family.experts]
 
 
 def switch_implementation(model: torch.nn.Module, ours: bool) -> None:
     """Replace Transformers' default implementation of all experts in `model` by ours, or ours by that default."""
     before, after = (_DEFAULT, EXPERTS) if ours else (EXPERTS, _DEFAULT)
-    configs: list[Any] = [module.config for module in model.modules() if type(module).__name__ in _CLASSES]
+    configs: list[Any] = [module.config for module in model.modules() if type(module).__name__ in EXPERT_CLASSES]
     for config in configs:
         if config._experts_implementation == before:
             config._experts_implementation = after
 
 
+def adopt_replaced(model: torch.nn.Module) -> None:
+    """Turn the weights of experts that bitsandbytes has replaced into parameters that the op and PEFT know."""
+    for module in replaced_experts(model):
+        adopt(module)
+
+
 def replaced_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """List the experts of our models whose weights bitsandbytes' `replace_parameter_4bit` has replaced, for [`adopt`].
+    """List the experts of our models whose weights bitsandbytes' `replace_parameter_4bit` has replaced.
 
     Raises:
         `ValueError`: PEFT has wrapped such a weight. Its adapters are of another shape.
@@ -47,7 +54,7 @@ def replaced_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
     found = []
     for parent in model.modules():
         for module in parent.children():
-            if is_replaced(module) and any(cls.__name__ in _CLASSES for cls in type(module).__mro__):
+            if is_replaced(module) and any(cls.__name__ in EXPERT_CLASSES for cls in type(module).__mro__):
                 if any(map(is_lora, (parent, *module.parametrizations.values()))):  # type: ignore[operator]
                     got = "adapters on weights that bitsandbytes has replaced"
                     raise input_error("patch_model before get_peft_model for experts in 4 bit", got)
@@ -60,13 +67,11 @@ def isolates(module: Any) -> bool:
     while hasattr(module, "base_layer"):
         module = module.base_layer
     # Any other module may lack these attributes, or have a forward of its own.
-    if type(module).__name__ not in _CLASSES or module.config._experts_implementation != EXPERTS:
+    if type(module).__name__ not in EXPERT_CLASSES or module.config._experts_implementation != EXPERTS:
         return False
-    weights = weights_of(module)
-    if isinstance(weights, str):
-        return False
-    x = torch.empty(1, module.config.hidden_size, dtype=weights[0].dtype, device=module.down_proj.device)
-    return not _problem(module, weights, x, None, None)
+    # The dtype of the input does not matter.
+    x = torch.empty(1, module.config.hidden_size, dtype=torch.bfloat16, device=next(module.parameters()).device)
+    return not isinstance(_weights_for_op(module, x, None, None), str)
 
 
 def run_experts(
@@ -96,16 +101,15 @@ def run_experts(
     """
     base, adapters = _adapters_of(module)
     if adapters is not None:
-        weights = weights_of(base)
-        reason = _problem(base, weights, hidden_states, top_k_index, top_k_weights, *adapters)
-        if not reason:
-            call = hidden_states, top_k_index, top_k_weights, *weights
+        weights = _weights_for_op(base, hidden_states, top_k_index, top_k_weights, *adapters)
+        if not isinstance(weights, str):
             gate_up, down = adapters
             gated = None if shared_gate is None else (shared, shared_gate)
-            output = experts(*call, gate_up_adapter=gate_up, down_adapter=down, shared=gated)
+            options: Any = {"gate_up_adapter": gate_up, "down_adapter": down, "shared": gated}
+            output = experts(hidden_states, top_k_index, top_k_weights, *weights, **options)
             return output + shared if gated is None else output
         if any(adapters):
-            ran("experts_lora", "peft", [reason])
+            ran("experts_lora", "peft", [weights])
     shared = shared if shared_gate is None else torch.sigmoid(shared_gate) * shared
     return module(hidden_states, top_k_index, top_k_weights) + shared
 
@@ -129,7 +133,7 @@ def _adapters_of(module: Any) -> tuple[Any, list[Adapter | None] | None]:
         module = module.base_layer
     # [`_weight_of`] knows the types of weights.
     kinds = tuple(map(type, module._parameters.values()))
-    plain = type(module).__name__ in _CLASSES and is_untouched(module, type(module), parameters=kinds)
+    plain = type(module).__name__ in EXPERT_CLASSES and is_untouched(module, type(module), parameters=kinds)
     if not plain or module.config._experts_implementation != EXPERTS:
         return module, None
     return module, [found.get(name) for name in ("gate_up_proj", "down_proj")]
@@ -149,11 +153,10 @@ def experts_forward(
     Returns:
         `torch.Tensor` of shape `[T, hidden]`.
     """
-    weights = weights_of(self)
-    reason = _problem(self, weights, hidden_states, top_k_index, top_k_weights)
-    if not reason:
+    weights = _weights_for_op(self, hidden_states, top_k_index, top_k_weights)
+    if not isinstance(weights, str):
         return experts(hidden_states, top_k_index, top_k_weights, *weights)
-    ran("experts", _DEFAULT, [reason])
+    ran("experts", _DEFAULT, [weights])
     return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
@@ -188,8 +191,10 @@ def _weight_of(weight: Any) -> torch.Tensor | DequantizedExperts | None:
     return DequantizedExperts(weight.shape, weight.dtype, compute)
 
 
-def _problem(module, matrices, hidden_states, index, weights, gate_up_adapter=None, down_adapter=None) -> str:
-    """Return why the op would fail, be slow or compute something else than this module, or an empty string."""
+def _weights_for_op(
+    module, hidden_states, index, weights, gate_up_adapter=None, down_adapter=None
+) -> list[torch.Tensor | DequantizedExperts] | str:
+    """Return both weights of the experts, or why the op would fail, be slow or compute something else than this module."""
     if not has_usual_gate(module) or not module.has_gate or not module.is_concatenated:
         return "their gate is computed in another way"
     if not is_untouched(module.act_fn, SiLUActivation, torch.nn.SiLU):
@@ -198,16 +203,18 @@ def _problem(module, matrices, hidden_states, index, weights, gate_up_adapter=No
         return "they have biases, transposed weights or a norm"
     if torch.compiler.is_compiling():
         return "torch.compile runs Transformers' own"
-    if isinstance(matrices, str):
-        return matrices
+    found = weights_of(module)
     # The reference is for CPUs. It copies the number of each expert's rows to the host.
-    if hidden_states.device.type == "cpu":
-        return ""
-    gate_up, down = matrices
-    return verify_triton(hidden_states, index, weights, gate_up, down, gate_up_adapter, down_adapter, None)[1]
+    if isinstance(found, str) or hidden_states.device.type == "cpu":
+        return found
+    gate_up, down = found
+    reason = verify_triton(hidden_states, index, weights, gate_up, down, gate_up_adapter, down_adapter, None)[1]
+    return reason or found
 
 
 # At import, because a model that was pickled is not created again.
 moe.ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
 # Experts of an FP8 checkpoint look up the same name in a table of their own.
 finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(EXPERTS, finegrained_fp8.fp8_grouped_mm_experts_forward)
+# Other models are quantized as before.
+AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = ExpertsQuantizer

@@ -1,15 +1,14 @@
-"""Transformers' quantizer to 4 bit for our models. Its import is slow, because it imports all quantizers."""
+"""Transformers' quantizer to 4 bit for our models, which loads slowly: it imports all quantizers."""
 
 from typing import Any
 
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from .lora import EXPERT_WEIGHTS
-from .quantization import EXPERTS, QuantizationMixin
+from .families import EXPERT_CLASSES, EXPERT_WEIGHTS
+from .quantization import QuantizationMixin
 from .quantized_weights import ExpertsIn4bit, write_entries
 
 
@@ -29,7 +28,7 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
         if not isinstance(model, QuantizationMixin) or not param_name.endswith(EXPERT_WEIGHTS):
             return False
         path = param_name.rpartition(".")[0]
-        names = (path, param_name) if type(model.get_submodule(path)).__name__ in EXPERTS else ()
+        names = (path, param_name) if type(model.get_submodule(path)).__name__ in EXPERT_CLASSES else ()
         return bool(names) and all(should_convert_module(name, self.modules_to_not_convert) for name in names)
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -90,7 +89,3 @@ def _parameter(model: Any, name: str, weights: ExpertsIn4bit) -> torch.nn.Parame
     module = model.get_submodule(name.rpartition(".")[0])
     write_entries(module)
     return torch.nn.Parameter(weights, requires_grad=False)
-
-
-# `from_pretrained` of our classes imports this file. Other models are quantized as before.
-AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = ExpertsQuantizer

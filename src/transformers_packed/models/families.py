@@ -32,6 +32,9 @@ _OURS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR, BAILING_HYB
 OWN = tuple(family for family in _OURS if family.is_supported)
 # Those whose sizes are known, for which rows, memory and parts of rows can be planned.
 SIZED = tuple(family for family in OWN if family.sizes is not None)
+# Their classes of experts, and the weights of these, for `target_parameters` of PEFT.
+EXPERT_CLASSES = frozenset(family.experts for family in OWN if family.experts)
+EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def titles(families: Iterable[Family] = OWN) -> str:

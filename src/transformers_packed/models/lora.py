@@ -2,7 +2,7 @@
 
 PEFT keeps the adapters, their configuration, loading, saving and merging. Only the forward of a plain LoRA layer is
 replaced. Everything else runs PEFT's own forward: variants such as DoRA, other tuners, and layers with hooks.
-[`adapters_of`] gives the reason. [`adapted_layers`] and [`EXPERT_WEIGHTS`] are where the commands put adapters.
+[`adapters_of`] gives the reason. [`adapted_layers`] and `EXPERT_WEIGHTS` of `families.py` are where the commands put adapters.
 """
 
 import sys
@@ -14,10 +14,6 @@ from ..ops.terms import Adapter
 from .families import family_of
 from .releases import has_swapped_features
 from .untouched import is_bare_linear, is_untouched
-
-
-# The weights of a mixture's experts, for `target_parameters`.
-EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def adapted_layers(model: Any) -> dict[str, torch.nn.Linear]:

@@ -11,13 +11,12 @@ from transformers.utils import logging
 
 from ..ops.backends import triton
 from ..ops.dispatch import ran
-from ..ops.float8 import dequantized
+from ..ops.float8 import dequantized, float8_rows_of
 from ..ops.linear import fused_linears, product_dtype
 from ..ops.norm import gated_rms_norm
 from ..ops.terms import Adapter, Dequantized, Float8Weight, Projection
 from .float8 import is_in_float8, warn_about
 from .lora import adapters_of, is_lora
-from .quantized_weights import float8_rows_of
 from .untouched import is_bare_linear, is_untouched
 
 

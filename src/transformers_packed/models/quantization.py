@@ -1,14 +1,15 @@
 """What bitsandbytes quantizes when it loads our models: experts too, but no layers whose errors grow along a document."""
 
+from collections.abc import Iterator
 from copy import copy
-from importlib import import_module
 from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig
 
 from .adapters import AdapterMixin
-from .families import OWN, family_of
+from .families import EXPERT_CLASSES, EXPERT_WEIGHTS, OWN, family_of
+from .quantized_weights import ExpertsIn4bit, set_weights
 from .releases import initialize_module
 
 
@@ -26,8 +27,6 @@ class QuantizationMixin(AdapterMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, quantization_config: Any = None, **kwargs: Any) -> Any:
-        # Late, because it imports the quantizers of Transformers.
-        import_module(f"{__package__}.experts_quantizer")
         # The heads of other families have other names, so these keep the default of Transformers.
         family = family_of(cls)
         sensitive = () if family is None else family.sensitive
@@ -36,8 +35,6 @@ class QuantizationMixin(AdapterMixin):
         return super().from_pretrained(*args, quantization_config=quantization_config, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        from .quantized_weights import ExpertsIn4bit
-
         if any(isinstance(weights, ExpertsIn4bit) for weights in self.parameters()):
             # Some checkpoints have a tensor for each expert, which those in 4 bit cannot be split into.
             kwargs |= {"save_original_format": False}
@@ -62,10 +59,6 @@ def _joined(skipped: list[str] | None, sensitive: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys([*(skipped or ()), *_HEADS, *sensitive]))
 
 
-# The classes of experts.
-EXPERTS = {family.experts for family in OWN if family.experts}
-
-
 def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
     """The quantization of the commands: NF4 with double quantization, and products in `dtype`."""
     return BitsAndBytesConfig(
@@ -78,21 +71,26 @@ def keeps_dtype(name: str) -> bool:
     return not {*_HEADS, *SENSITIVE}.isdisjoint(name.split("."))
 
 
+def initialized_modules(model: Any, device: torch.device) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Give the modules of a model on the meta device random weights, and yield each one then, with its name.
+
+    Parts come first, because a mixture gives its router weights.
+    """
+    for name, module in reversed(list(model.named_modules())):
+        module.to_empty(device=device, recurse=False)
+        initialize_module(model, module)
+        yield name, module
+
+
 def initialize_in_4bit(model: Any, config: BitsAndBytesConfig, device: torch.device) -> None:
     """Give a model on the meta device random weights, in 4 bit where our classes load them so, one module at a time.
 
     Experts of a stock class get the same values in its dtype, because Transformers does not quantize them.
     """
-    from .lora import EXPERT_WEIGHTS
-    from .quantized_weights import ExpertsIn4bit, set_weights
-
-    # Parts come first, because a mixture gives its router weights.
-    for name, module in reversed(list(model.named_modules())):
-        module.to_empty(device=device, recurse=False)
-        initialize_module(model, module)
+    for name, module in initialized_modules(model, device):
         if type(module) is torch.nn.Linear and not keeps_dtype(name):
-            model.set_submodule(name, _in_4bit(module, config))
-        for parameter in EXPERT_WEIGHTS if type(module).__name__ in EXPERTS else ():
+            model.set_submodule(name, in_4bit(module, config))
+        for parameter in EXPERT_WEIGHTS if type(module).__name__ in EXPERT_CLASSES else ():
             parameter = parameter.rpartition(".")[2]
             old = getattr(module, parameter).data
             new = ExpertsIn4bit.of(old, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant)
@@ -105,7 +103,8 @@ def initialize_in_4bit(model: Any, config: BitsAndBytesConfig, device: torch.dev
     model.is_loaded_in_4bit = True
 
 
-def _in_4bit(layer: torch.nn.Linear, config: BitsAndBytesConfig) -> torch.nn.Module:
+def in_4bit(layer: torch.nn.Linear, config: BitsAndBytesConfig) -> torch.nn.Module:
+    """Return the layer with its weight in 4 bit."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     kind, double = config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant

@@ -1,6 +1,6 @@
-"""Weights that torchao or bitsandbytes has quantized.
+"""Experts in bitsandbytes' 4 bit.
 
-Experts in 4 bit are a tensor `[E, out, in]` of a floating dtype to other code. A parameter that bitsandbytes itself has
+They are a tensor `[E, out, in]` of a floating dtype to other code. A parameter that bitsandbytes itself has
 replaced (`replace_parameter_4bit`) has another shape and another name, which PEFT does not adapt. [`adopt`] turns such
 parameters into ours.
 """
@@ -13,7 +13,6 @@ import torch
 from torch.nn.utils import parametrize
 
 from ..errors import input_error
-from ..ops.float8 import DTYPE
 
 
 _THEIRS = "bitsandbytes.nn.parametrize"
@@ -186,14 +185,3 @@ def adopt(module: torch.nn.Module) -> None:
         for key, hook in list(hooks.items()):
             if getattr(getattr(hook, "func", hook), "__module__", "") == _THEIRS:
                 hooks.pop(key)
-
-
-def float8_rows_of(weight: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the values `[..., out, in]` in e4m3 of a frozen weight of torchao, and the scales `[..., out, 1]` of its rows."""
-    kind = type(weight)
-    if kind.__name__ != "Float8Tensor" or not kind.__module__.startswith("torchao.") or weight.requires_grad:
-        return None
-    data, scale = weight.qdata, weight.scale
-    rows = data.dtype == DTYPE and data.is_contiguous() and scale.shape == (*data.shape[:-1], 1)
-    # With `act_quant_kwargs`, torchao would cast the input too, in evaluation as well.
-    return (data, scale) if rows and scale.dtype == torch.float32 and weight.act_quant_kwargs is None else None

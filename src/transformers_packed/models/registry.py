@@ -208,10 +208,7 @@ def patch_model(model: Model) -> Model:
     changes = _changes_of_patch(model)
     before = has_our_classes(model)
     apply_changes(changes)
-    # Late, because it imports the ops.
-    adopt = import_module(f"{__package__}.quantized_weights").adopt
-    for module in _experts().replaced_experts(model):
-        adopt(module)
+    _experts().adopt_replaced(model)
     for module in model.modules():
         if isinstance(module, tuple(REPLACEMENTS.values())):
             use_our_products(module)

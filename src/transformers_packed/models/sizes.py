@@ -119,8 +119,7 @@ def qwen_sizes(text: PreTrainedConfig, together: bool = False, mlp_linear_layers
     values = number * text.linear_value_head_dim
     apart = (2 * keys + values, values, number, number)
     outputs = (2 * keys + 2 * values, 2 * number) if together else apart
-    rule = _gated_delta_rule(text, (*((hidden, n) for n in outputs), (values, hidden)))
-    return _hybrid(text, attention, rule, mlp_linear_layers)
+    return _hybrid(text, attention, _gated_delta_rule(text, outputs), mlp_linear_layers)
 
 
 def olmo_sizes(text: PreTrainedConfig) -> Sizes:
@@ -134,7 +133,7 @@ def olmo_sizes(text: PreTrainedConfig) -> Sizes:
     keys, number = text.linear_num_key_heads * text.linear_key_head_dim, text.linear_num_value_heads
     values = number * text.linear_value_head_dim
     outputs = keys, keys, values, values, number, number
-    return _hybrid(text, attention, _gated_delta_rule(text, (*((hidden, n) for n in outputs), (values, hidden))))
+    return _hybrid(text, attention, _gated_delta_rule(text, outputs))
 
 
 def latent_sizes(text: PreTrainedConfig, low_rank_gates: bool, has_gate: bool) -> Sizes:
@@ -177,7 +176,10 @@ def latent_sizes(text: PreTrainedConfig, low_rank_gates: bool, has_gate: bool) -
     return _hybrid(text, attention, rule)
 
 
-def _gated_delta_rule(text: PreTrainedConfig, linears: Linears) -> DeltaRule:
+def _gated_delta_rule(text: PreTrainedConfig, outputs: tuple[int, ...]) -> DeltaRule:
+    """Read the sizes of the gated delta rule, whose inputs come from linear layers with these outputs."""
+    hidden, values = text.hidden_size, text.linear_num_value_heads * text.linear_value_head_dim
+    linears = (*((hidden, n) for n in outputs), (values, hidden))
     return DeltaRule(
         key_heads=text.linear_num_key_heads,
         heads=text.linear_num_value_heads,

@@ -95,6 +95,17 @@ def cast_rows(*parts: torch.Tensor, factor: torch.Tensor | None = None) -> tuple
     return (x / scale[:, None]).to(DTYPE), scale
 
 
+def float8_rows_of(weight: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the values `[..., out, in]` in e4m3 of a frozen weight of torchao, and the scales `[..., out, 1]` of its rows."""
+    kind = type(weight)
+    if kind.__name__ != "Float8Tensor" or not kind.__module__.startswith("torchao.") or weight.requires_grad:
+        return None
+    data, scale = weight.qdata, weight.scale
+    rows = data.dtype == DTYPE and data.is_contiguous() and scale.shape == (*data.shape[:-1], 1)
+    # With `act_quant_kwargs`, torchao would cast the input too, in evaluation as well.
+    return (data, scale) if rows and scale.dtype == torch.float32 and weight.act_quant_kwargs is None else None
+
+
 def dequantized(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the rows `[R, C]` in float8 times their scales `[R]`, in `dtype`."""
     return (q.float() * scale[:, None]).to(dtype)

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from ...errors import count, input_error
-from ...models.families import sizes_of
-from ...models.lora import EXPERT_WEIGHTS, adapted_layers
+from ...models.families import EXPERT_WEIGHTS, sizes_of
+from ...models.lora import adapted_layers
 from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, Lora, layer_memory, loss_memory, way_of_attention
 from ...models.quantization import keeps_dtype
 from ...models.sizes import Experts, Sizes
