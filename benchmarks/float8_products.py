@@ -26,7 +26,7 @@ from transformers_packed.ops.float8 import DTYPE, cast_rows
 from transformers_packed.ops.float8 import transposed as transposed_cast
 
 
-DENSE, MIXTURES = ["4B", "9B"], ["35B-A3B", "Next-80B"]
+DENSE, MIXTURES = ["4B", "9B", "27B"], ["35B-A3B", "Next-80B"]
 
 
 def milliseconds(function, repeats: int) -> float:

@@ -27,6 +27,7 @@ MODELS = {
         "2B": (2048, 6144, 24, 8, 2, 16, True),
         "4B": (2560, 9216, 32, 16, 4, 32, True),
         "9B": (4096, 12288, 32, 16, 4, 32, False),
+        "27B": (5120, 17408, 64, 24, 4, 48, False),
     }.items()
 }
 # Every layer has experts. The two differ in vocabulary, depth and experts.

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from common.families import tiny_config
+from common.sizes import SIZES
 from parameterized import parameterized
 from safetensors.torch import save_file
 from scripts.trainer_arms import TINY
@@ -206,7 +207,7 @@ class ModelTest(unittest.TestCase):
         config = Qwen3_5TextConfig(**WITH_HEADS, dtype="float32")
         status, stdout, _ = self.doctor(config)
         self.assertEqual(status, 0)
-        named = "Qwen3_5ForCausalLM (Qwen3.5, Qwen3.6, Qwen3.8), 0.00B parameters"
+        named = "Qwen3_5ForCausalLM (Qwen3.5/3.6/3.8), 0.00B parameters"
         self.assertIn(f"{named}: classes of this package with fused ops", stdout)
         self.assertRegex(stdout, "of this package: .*Qwen3_5GatedDeltaNet")
         self.assertRegex(stdout, "of Transformers: .*Qwen3_5TextRotaryEmbedding")
@@ -218,7 +219,7 @@ class ModelTest(unittest.TestCase):
         self.assertEqual(status, 0)
         notes = sections(stdout)["Notes"]
         self.assertIn("bf16=True", notes)
-        self.assertIn("FP8 is possible, but saves little with a hidden size of 32.", notes)
+        self.assertTrue(any(note.startswith("FP8 computes 0% of the products in layers") for note in notes))
         self.assertIn("use_cuda_graphs(model, max_length=4096)", notes)
         self.assertNotIn("experts", stdout)
 
@@ -287,7 +288,29 @@ class ModelTest(unittest.TestCase):
         self.assertIn("not triton: it needs multiples of 64, not hidden states of 96 and experts of 32", stdout)
         # No row of a mixture was measured in graphs.
         self.assertNotIn("use_cuda_graphs", stdout)
-        self.assertIn("Qwen3_5MoeForCausalLM (Qwen3.5-MoE, Qwen3.6, Qwen3.8), ", stdout)
+        self.assertIn("Qwen3_5MoeForCausalLM (Qwen3.5/3.6/3.8-MoE), ", stdout)
+
+    @parameterized.expand(
+        [
+            (
+                Qwen3_5TextConfig(**SIZES["27B"]),
+                "FP8 computes 97% of the products .* tokens, which is faster",
+                True,
+            ),
+            (Qwen3_5TextConfig(**SIZES["0.8B"]), "FP8 computes 29% of .* saves little", False),
+            (Qwen3_5MoeTextConfig(), "FP8 computes 50% of .* because experts stay in bfloat16", False),
+            (tiny_config("olmo_hybrid"), None, False),
+        ]
+    )
+    def test_float8(self, config, expected, advises):
+        """By the products that would run in it. Only families with CUDA graphs have it."""
+        with gpu():
+            notes = sections(self.doctor(config)[1])["Notes"]
+        found = [note for note in notes if "FP8" in note]
+        self.assertEqual(len(found), int(expected is not None))
+        if expected:
+            self.assertRegex(found[0], expected)
+        self.assertEqual("float8=True" in notes, advises)
 
     @parameterized.expand(
         [

@@ -6,7 +6,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from common.sizes import SIZE_4B
+from common.sizes import SIZES
 from parameterized import parameterized
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
@@ -19,7 +19,7 @@ class MemoryCommandTest(unittest.TestCase):
         directory = tempfile.TemporaryDirectory()
         self.addCleanup(directory.cleanup)
         self.path = Path(directory.name)
-        self.config = Qwen3_5TextConfig(**SIZE_4B)
+        self.config = Qwen3_5TextConfig(**SIZES["4B"])
         self.config.save_pretrained(self.path)
 
     def command(self, *arguments):

@@ -30,9 +30,17 @@ EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
 }
+# The numbers of heads of Qwen3.6-27B and Qwen3.8-27B: three value heads for a key head, six queries for a key.
+HEADS_27B = {
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+}
 FAMILIES = {
     "qwen3_next": (qwen3_next.Qwen3NextForCausalLM, Qwen3NextConfig, {"mlp_only_layers": [0, 1, 2, 3]}),
     "qwen3_next_moe": (qwen3_next.Qwen3NextForCausalLM, Qwen3NextConfig, EXPERTS),
     "qwen3_5": (qwen3_5.Qwen3_5ForCausalLM, Qwen3_5TextConfig, {}),
+    "qwen3_5_27b": (qwen3_5.Qwen3_5ForCausalLM, Qwen3_5TextConfig, HEADS_27B),
     "qwen3_5_moe": (qwen3_5_moe.Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, EXPERTS),
 }

@@ -49,7 +49,7 @@ def models_of(family="qwen3_5", dtype=torch.bfloat16):
     """Build a model with graphs and one without."""
     cls, config_class, options = FAMILIES[family]
     set_seed(0)
-    plain = cls._from_config(config_class(**REAL_HEADS, **options), dtype=dtype).cuda().train()
+    plain = cls._from_config(config_class(**REAL_HEADS | options), dtype=dtype).cuda().train()
     return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH), plain
 
 

@@ -29,7 +29,7 @@ def chosen(layer, name):
 def model_of(family, dtype=torch.bfloat16):
     cls, config_class, options = FAMILIES[family]
     set_seed(0)
-    return cls._from_config(config_class(**REAL_HEADS, **options), dtype=dtype).cuda().train()
+    return cls._from_config(config_class(**REAL_HEADS | options), dtype=dtype).cuda().train()
 
 
 def row_of(lengths=LENGTHS, seed=1):

@@ -47,13 +47,13 @@ class CudaModelsTest(unittest.TestCase):
             # All experts process all tokens, because rounding may change the experts that a router chooses.
             options = {**options, "num_experts_per_tok": options["num_experts"]}
         set_seed(0)
-        oracle = cls._from_config(config_class(**REAL_HEADS, **options), attn_implementation="sdpa")
+        oracle = cls._from_config(config_class(**REAL_HEADS | options), attn_implementation="sdpa")
         with torch.no_grad():
             for name, parameter in oracle.named_parameters():
                 if "norm" in name or "dt_bias" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 parameter.copy_(parameter.to(dtype))
-        model = cls._from_config(config_class(**REAL_HEADS, **options), dtype=dtype).cuda()
+        model = cls._from_config(config_class(**REAL_HEADS | options), dtype=dtype).cuda()
         try:
             model.set_attn_implementation(attention)
         except ImportError as error:

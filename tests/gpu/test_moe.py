@@ -117,7 +117,7 @@ class CudaExpertsTest(unittest.TestCase):
     def test_the_audit_finds_exactly_nothing(self, family):
         cls, config_class, options = FAMILIES[family]
         set_seed(0)
-        model = cls._from_config(config_class(**REAL_HEADS, **options), dtype=torch.bfloat16).cuda()
+        model = cls._from_config(config_class(**REAL_HEADS | options), dtype=torch.bfloat16).cuda()
         found = audit_model(model, lengths=[130, 1, 65, 200])
         self.assertTrue(found.ok, found.table())
         self.assertIn("triton", implementations_used()["experts"])

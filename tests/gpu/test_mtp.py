@@ -31,7 +31,7 @@ def make_model(family="qwen3_5", dtype=torch.bfloat16):
     cls, config_class, options = FAMILIES[family]
     set_seed(0)
     options = {**options, DECLARED.get(family, "mtp_num_hidden_layers"): 1}
-    model = cls._from_config(config_class(**REAL_HEADS, **options), dtype=dtype).cuda().train()
+    model = cls._from_config(config_class(**REAL_HEADS | options), dtype=dtype).cuda().train()
     add_mtp(model)
     model.mtp_loss_weight = 0.5
     return model

@@ -37,7 +37,7 @@ class OffloadTest(unittest.TestCase):
         self.addCleanup(torch.use_deterministic_algorithms, False)
         cls, config_class, options = FAMILIES["qwen3_5"]
         set_seed(0)
-        self.model = cls._from_config(config_class(**REAL_HEADS, **options), dtype=torch.bfloat16).cuda().train()
+        self.model = cls._from_config(config_class(**REAL_HEADS | options), dtype=torch.bfloat16).cuda().train()
         self.batch = row(*LENGTHS)
         self.enable(False)
 

@@ -41,7 +41,7 @@ class SharedPromptsTest(unittest.TestCase):
             # All experts process all tokens, because rounding may change the experts that a router chooses.
             options = {**options, "num_experts_per_tok": options["num_experts"]}
         set_seed(0)
-        model = cls._from_config(config_class(**REAL_HEADS, **options), dtype=torch.bfloat16).cuda().train()
+        model = cls._from_config(config_class(**REAL_HEADS | options), dtype=torch.bfloat16).cuda().train()
         return model, copy.deepcopy(model).float()
 
     def run_model(self, model, batch, shares):

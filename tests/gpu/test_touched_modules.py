@@ -23,7 +23,7 @@ class CudaTouchedModulesTest(unittest.TestCase):
             # All experts process all tokens, because rounding may change the experts that a router chooses.
             options = {**options, "num_experts_per_tok": options["num_experts"]}
         set_seed(0)
-        model = cls._from_config(config_class(**REAL_HEADS, **options), dtype=torch.bfloat16).cuda().train()
+        model = cls._from_config(config_class(**REAL_HEADS | options), dtype=torch.bfloat16).cuda().train()
         generator = torch.Generator().manual_seed(0)
         batch = packed_batch([torch.randint(1, 97, (n,), generator=generator) for n in LENGTHS])
         return model, {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}

@@ -63,7 +63,7 @@ class CudaTrainerTest(unittest.TestCase):
             disable_tqdm=True,
             **options,
         )
-        return Trainer(cls._from_config(config_class(**REAL_HEADS, **sizes)), args, train_dataset=samples)
+        return Trainer(cls._from_config(config_class(**REAL_HEADS | sizes)), args, train_dataset=samples)
 
     @parameterized.expand([(None,), (True,)])
     def test_graphs(self, choice):
@@ -107,7 +107,7 @@ class CudaTrainerTest(unittest.TestCase):
         found = []
         for ours in (False, True):
             set_seed(0)
-            model = cls._from_config(config_class(**REAL_HEADS, **options)).cuda()
+            model = cls._from_config(config_class(**REAL_HEADS | options)).cuda()
             model.lm_head.weight.requires_grad_(not frozen)
             add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
             model = patch_model(model) if ours else model

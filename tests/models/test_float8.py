@@ -1,13 +1,16 @@
 """Models that train in float8: which layers do, what changes, and that documents of a row stay apart."""
 
 import copy
+import math
 import pickle
 import tempfile
 import unittest
 from importlib.util import find_spec
+from pathlib import Path
 from unittest import mock
 
 import torch
+from common.sizes import SIZES as SHAPES
 from mixins.lora import lora, randomized
 from mixins.model import packed_batch, total_relative_error
 from mixins.patch import COMPOSITE, builtin_model
@@ -15,9 +18,11 @@ from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 from peft import get_peft_model
 from transformers import (
+    AutoModelForCausalLM,
     BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     set_seed,
@@ -31,6 +36,7 @@ from transformers_packed.ops import dispatch, implementations_used
 from transformers_packed.ops.terms import Float8, Float8Weight
 
 
+ROOT = Path(__file__).parents[2]
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -249,6 +255,38 @@ class ChosenLayersTest(Float8TestCase):
         self.assertLess(attention.k_proj.out_features, q.out_features)
         for layer in (attention.k_proj, attention.v_proj):
             self.assertEqual(vars(layer)[float8._MARK], vars(q)[float8._MARK])
+
+    def test_the_share_of_a_row(self):
+        """The layers of both inner decoder layers, and the experts of a token."""
+        model, mixture = make(layers=LAYERS), make("qwen3_next", LAYERS)
+        for each, experts in ((model, 0), (mixture, 4 * 3 * 2 * 32 * 16)):
+            layers = {n: x for n, x in each.named_modules() if isinstance(x, torch.nn.Linear) and "layers." in n}
+            work = {name: x.in_features * x.out_features for name, x in layers.items()}
+            found = sum(work[name] for name in chosen(use_float8(each))) / (sum(work.values()) + experts)
+            self.assertEqual(float8.share_in_float8(each, 10**12), found)
+            self.assertEqual(float8.share_in_float8(each, 1000), 0)
+        # Between the limits of attention's projections and the MLP.
+        some = float8.share_in_float8(model, int(1e11 / (32 * 64)) + 1)
+        self.assertTrue(0 < some < float8.share_in_float8(model, 10**12))
+
+    def test_the_page_has_these_figures(self):
+        page, shares = (ROOT / "docs" / "how_to" / "float8.md").read_text(), {}
+        for size, arguments in SHAPES.items():
+            with torch.device("meta"):
+                model = patch_model(AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**arguments)))
+            shares[size] = f"{float8.share_in_float8(model, 16384):.0%}".replace("%", " %")
+            gate = model.model.layers[1].mlp.gate_proj
+            use_float8(model)
+            tokens = math.ceil(vars(gate)[float8._MARK])
+            row = f"| {gate.out_features:,} x {gate.in_features:,} | {tokens:,} tokens |"
+            self.assertTrue(row in page, row)
+        self.assertEqual(shares["4B"], shares["9B"])
+        with torch.device("meta"):
+            mixture = patch_model(AutoModelForCausalLM.from_config(Qwen3_5MoeTextConfig()))
+        shares["35B-A3B"] = f"{float8.share_in_float8(mixture, 16384):.0%}".replace("%", " %")
+        dense = f"{shares['0.8B']} at 0.8B, {shares['9B']} at 4B and 9B, {shares['27B']} at 27B."
+        for text in (dense, f"so it is {shares['35B-A3B']} for a mixture of 35B-A3B."):
+            self.assertTrue(text in page, text)
 
 
 class TrainingTest(Float8TestCase):

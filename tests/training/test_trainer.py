@@ -261,13 +261,17 @@ class Float8Test(TrainerTestCase):
     )
     def test_another_model_is_an_error(self, _, options):
         for built in ({"model": llama()}, {"model_init": llama}):
-            with self.assertRaisesRegex(ValueError, "^expected a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model"):
+            with self.assertRaisesRegex(
+                ValueError, "^expected a Qwen3-Next, Qwen3.5/3.6/3.8 or Qwen3.5/3.6/3.8-MoE model"
+            ):
                 PackedTrainer(args=self.args(float8=True, **options), train_dataset=Samples(24), **built)
 
     def test_a_refused_trainer_is_unchanged(self):
         trainer = self.build(Trainer, self.args(TrainingArguments), model=llama())
         before = dict(vars(trainer))
-        with self.assertRaisesRegex(ValueError, "^expected a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model"):
+        with self.assertRaisesRegex(
+            ValueError, "^expected a Qwen3-Next, Qwen3.5/3.6/3.8 or Qwen3.5/3.6/3.8-MoE model"
+        ):
             configure_packing(trainer, float8=True)
         self.assertEqual(vars(trainer), before)
         self.assertFalse(hasattr(trainer.args, "packing"))

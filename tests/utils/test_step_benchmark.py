@@ -167,7 +167,7 @@ class ShapesTest(unittest.TestCase):
         ours = {k: v for k, v in shape.items() if k not in ("use_cache", "pad_token_id")}
         self.assertEqual(ours, {name: getattr(default, name) for name in ours})
 
-    @parameterized.expand([("4B", None), ("35B-A3B", None), ("35B-A3B", 6), ("Next-80B", None)])
+    @parameterized.expand([("4B", None), ("27B", None), ("35B-A3B", None), ("35B-A3B", 6), ("Next-80B", None)])
     def test_flops_agree_with_the_cost_of_the_planner(self, model, layers):
         # The planner adds the convolution, and counts the delta rule of a chunked kernel instead of the recurrence.
         config = shapes.with_layers(shapes.MODELS[model], layers)

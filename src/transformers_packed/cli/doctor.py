@@ -65,8 +65,8 @@ def _lines(diagnosis) -> list[str]:
     lines = []
     if diagnosis.model:
         model = diagnosis.model
-        names = f" ({', '.join(model['releases'])})" if model["releases"] else ""
-        lines += ["", f"{model['class']}{names}, {model['parameters'] / 1e9:.2f}B parameters: {model['support']}"]
+        family = f" ({model['family']})" if model["family"] else ""
+        lines += ["", f"{model['class']}{family}, {model['parameters'] / 1e9:.2f}B parameters: {model['support']}"]
         lines += [f"  of this package: {', '.join(model['ours']) or 'none'}"]
         lines += [f"  of Transformers: {', '.join(model['stock']) or 'none'}"]
     if diagnosis.ops:

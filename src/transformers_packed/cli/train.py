@@ -27,9 +27,9 @@ def add_parser(subparsers) -> Parser:
     parser = subparsers.add_parser(
         "train",
         help="fine-tune a model on packed rows",
-        description="Fine-tune a checkpoint of Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo-Hybrid, Kimi-Linear or "
-        "Bailing-Hybrid on packed rows with the stock Trainer. A record of the data is a conversation (messages), a prompt "
-        "and its completion, or a text. The loss covers the assistant's turns, the completion, or the whole text.",
+        description="Fine-tune a checkpoint of Qwen3-Next, Qwen3.5/3.6/3.8, Qwen3.5/3.6/3.8-MoE, OLMo-Hybrid, "
+        "Kimi-Linear or Bailing-Hybrid on packed rows with the stock Trainer. A record of the data is a conversation "
+        "(messages), a prompt and its completion, or a text. The loss covers the assistant's turns, the completion, or the whole text.",
         examples=_EXAMPLES,
     )
     add, count, shared = parser.add_argument, parser.add_count, parser.add_shared

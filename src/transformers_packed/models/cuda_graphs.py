@@ -62,7 +62,7 @@ def use_cuda_graphs(model: Model, max_length: int) -> Model:
 
     Args:
         model (`PreTrainedModel`):
-            A Qwen3.5 or Qwen3-Next model of this package, on a CUDA device.
+            A Qwen3.5/3.6/3.8 or Qwen3-Next model of this package, on a CUDA device.
         max_length (`int`):
             The length in tokens of the longest row that uses a graph. Must be a multiple of 64.
 

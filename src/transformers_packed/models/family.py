@@ -110,9 +110,7 @@ class Family:
         since (`str`, *optional*, defaults to `"5.16"`):
             The first release of Transformers whose classes ours can take the place of.
         title (`str`, *optional*):
-            Its name in texts.
-        releases (`tuple[str]`, *optional*):
-            Later releases whose checkpoints are of these classes under the same model type.
+            Its name in texts, with the releases whose checkpoints are of these classes.
         required (`tuple[str]`, *optional*):
             The parts of the stock module that classes of this package use.
         experts (`str`, *optional*):
@@ -139,7 +137,6 @@ class Family:
     apart: Own | Mixers | Unpacked | Isolated | Refused | None = None
     since: str = "5.16"
     title: str = ""
-    releases: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     experts: str = ""
     taken_for_experts: tuple[str, ...] = ()

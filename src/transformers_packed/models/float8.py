@@ -5,13 +5,16 @@ import re
 from collections.abc import Callable
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import input_error
 from ..ops.float8 import MULTIPLE
 from .cuda_graphs import forget_graphs, text_models_of
+from .families import sizes_of
 from .quantization import SENSITIVE
 from .replacements import Model
+from .sizes import Experts
 
 
 logger = logging.get_logger(__name__)
@@ -33,7 +36,7 @@ def use_float8(model: Model, module_filter: Callable[[torch.nn.Module, str], boo
 
     Args:
         model (`PreTrainedModel`):
-            A Qwen3.5 or Qwen3-Next model of this package, in bfloat16 or trained under autocast to bfloat16.
+            A Qwen3.5/3.6/3.8 or Qwen3-Next model of this package, in bfloat16 or trained under autocast to bfloat16.
         module_filter (`Callable[[torch.nn.Module, str], bool]`, *optional*):
             Called with each `torch.nn.Linear` and its name. Returns whether the layer trains in float8. By default
             these are the layers with sizes in multiples of 16 in all decoder layers but the first and the last one,
@@ -76,6 +79,25 @@ def use_float8(model: Model, module_filter: Callable[[torch.nn.Module, str], boo
     log = logger.info if module_filter or chosen else logger.warning
     log(f"use_float8: {len(chosen)} of {len(layers)} linear layers train in float8.")
     return model
+
+
+def share_in_float8(model: PreTrainedModel, tokens: int) -> float:
+    """Return the share of the products in decoder layers that run in float8 by default, for a row of so many tokens.
+
+    A token counts with the experts that it uses, which stay in the dtype of the model.
+    """
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and _LAYER.search(name)
+    }
+    work = {name: layer.in_features * layer.out_features for name, layer in layers.items()}
+    chosen = _chosen_by_default({name: _problem(model, name, layer) for name, layer in layers.items()})
+    fewest = _fewest_tokens({name: layers[name] for name in chosen})
+    sizes = sizes_of(model.config)
+    mixtures = [layer.mlp for layer in sizes.layers if isinstance(layer.mlp, Experts)]
+    others = sum(3 * mixture.chosen * mixture.width * sizes.hidden for mixture in mixtures)
+    return sum(work[name] for name in chosen if fewest[name] <= tokens) / (sum(work.values()) + others)
 
 
 def _chosen_by_default(problems: dict[str, str]) -> set[str]:

@@ -1,8 +1,9 @@
 """The multi-token-prediction head of a checkpoint, which servers use to draft tokens: kept in every saved checkpoint.
 
-Released Qwen3.5 and Qwen3-Next checkpoints hold the tensors `mtp.*`. Transformers has no layer for them, leaves them out,
-and saves a configuration that still declares a head, with which vLLM does not start. [`keep_head`] copies their bytes from
-the checkpoint that a model was loaded from, file to file, and the names and layout of the experts stay as they are.
+Released Qwen3.5/3.6/3.8 and Qwen3-Next checkpoints hold the tensors `mtp.*`. Transformers has no layer for them, leaves
+them out, and saves a configuration that still declares a head, with which vLLM does not start. [`keep_head`] copies their
+bytes from the checkpoint that a model was loaded from, file to file, and the names and layout of the experts stay as they
+are.
 """
 
 import json

@@ -62,11 +62,11 @@ def has_our_classes(model: torch.nn.Module) -> bool:
 def register() -> None:
     """Make `AutoModel`, `AutoModelForCausalLM` and the other Auto classes build this package's models.
 
-    After this call, `from_pretrained` and `from_config` return our classes for Qwen3-Next, Qwen3.5, Qwen3.5-MoE,
-    OLMo-Hybrid, Kimi-Linear, Bailing-Hybrid, Qwen4-Exp and all other families of `models/families.py` that mix
-    documents. Our classes have the same names, parameters and results as the stock classes, and they keep the
-    documents of a packed row apart. A stock class that creates its text model by an Auto class gets a model of ours
-    around it too, also if you call the class directly. Registering again has no effect.
+    After this call, `from_pretrained` and `from_config` return our classes for Qwen3-Next, Qwen3.5/3.6/3.8,
+    Qwen3.5/3.6/3.8-MoE, OLMo-Hybrid, Kimi-Linear, Bailing-Hybrid, Qwen4-Exp and all other families of
+    `models/families.py` that mix documents. Our classes have the same names, parameters and results as the stock
+    classes, and they keep the documents of a packed row apart. A stock class that creates its text model by an Auto class
+    gets a model of ours around it too, also if you call the class directly. Registering again has no effect.
 
     Raises:
         `ImportError`: the installed Transformers lacks an API that our models use.

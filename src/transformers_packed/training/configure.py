@@ -39,7 +39,7 @@ def configure_packing(
     creates later are patched as well. Trainer no longer waits for the GPU in each step: batches are copied with
     `non_blocking=True`, and losses that are not finite are left out of the log on the GPU. DDP keeps the gradients in its
     buckets, of 100 MB unless `ddp_bucket_cap_mb` is set. It does not search for parameters without a gradient in language
-    models of Qwen3-Next and Qwen3.5 with at most one adapter and without a loss of the user, unless
+    models of Qwen3-Next and Qwen3.5/3.6/3.8 with at most one adapter and without a loss of the user, unless
     `ddp_find_unused_parameters` is set. A step that leaves one out is then an error.
 
     * `"padding_free"`: concatenates the samples of a batch into one packed row. Batches, steps and learning rate are

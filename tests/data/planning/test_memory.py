@@ -14,7 +14,7 @@ import torch.distributed as dist
 from common.families import tiny_config
 from common.fused import saved_in
 from common.processes import EXPERTS, run_once
-from common.sizes import SIZE_4B
+from common.sizes import SIZES
 from mixins.triton import InterpretedKernelsTest
 from mixins.vision import TEXT, vision_config
 from parameterized import parameterized
@@ -54,19 +54,6 @@ from transformers_packed.parallel import SequenceParallel, shard_batch
 
 ROOT = Path(__file__).parents[3]
 GIB, MIB = 2**30, 2**20
-SIZES = {
-    "0.8B": {
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "linear_num_value_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "4B": SIZE_4B,
-    "9B": {},
-}
 # Other hybrids than Qwen's, with 8 layers.
 HYBRIDS = {"kimi_linear": "Kimi-Linear", "bailing_hybrid": "Bailing-Hybrid", "olmo_hybrid": "OLMo-Hybrid"}
 SIZED_NAMES = {family.name for family in SIZED}
@@ -254,6 +241,24 @@ class FormulaeTest(unittest.TestCase):
         expected = Parameters(total, total - sum(layers) - blocks, max(layers), found.quantized, found.adapters, 0)
         self.assertEqual(found, expected)
 
+    def test_counts_the_bytes_of_27b(self):
+        """Weights, gradients and moments of a step on the meta device."""
+        config = Qwen3_5TextConfig(**SIZES["27B"])
+        parameters, sizes = Parameters.of(config), sizes_of(config)
+        self.assertEqual(parameters.total, 26_895_998_464)
+        need = step_memory(sizes, parameters, 2**14, 1, 1, 2, checkpointed_layers(config, 1))
+        self.assertEqual(round(need.weights / GIB, 1), 50.1)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        trained = list(model.parameters())
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer = torch.optim.AdamW(trained)
+        optimizer.step()
+        moments = sum(x.nbytes for state in optimizer.state.values() for x in state.values() if x.ndim)
+        weights, gradients = sum(x.nbytes for x in trained), sum(x.grad.nbytes for x in trained)
+        self.assertEqual((need.weights, need.gradients, need.moments), (weights, gradients, moments))
+
     @parameterized.expand(
         [
             ("Qwen3.5", Qwen3_5TextConfig(**SMALL), True),
@@ -395,17 +400,17 @@ class SavedTest(InterpretedKernelsTest):
 
 class PlanTest(unittest.TestCase):
     def test_the_smallest_that_fits(self):
-        plan = plan_sequence_parallel(Qwen3_5TextConfig(**SIZE_4B), 2**17, 8, 80)
+        plan = plan_sequence_parallel(Qwen3_5TextConfig(**SIZES["4B"]), 2**17, 8, 80)
         self.assertEqual(list(plan.options), [1, 2, 4, 8])
         for column, needed in enumerate(plan.needed):
             fits = [size for size, pair in plan.options.items() if pair[column].total <= 0.9 * 80 * GIB]
             self.assertEqual(needed, min(fits, default=None))
         self.assertEqual(plan.needed, (8, 1, 1))
-        self.assertEqual(plan_sequence_parallel(Qwen3_5TextConfig(**SIZE_4B), 2**17, 8, 48).needed, (None, 2, 1))
+        self.assertEqual(plan_sequence_parallel(Qwen3_5TextConfig(**SIZES["4B"]), 2**17, 8, 48).needed, (None, 2, 1))
 
     @parameterized.expand([(16, 0), (80, 0), (80, 16)])
     def test_as_few_checkpointed_layers_as_fit(self, memory, rank):
-        config = Qwen3_5TextConfig(**SIZE_4B)
+        config = Qwen3_5TextConfig(**SIZES["4B"])
         plan = plan_sequence_parallel(config, 2**16, 8, memory, lora_rank=rank)
         self.assertIsNone(plan.every_n_layers[0])
         for way, offload in ((1, False), (2, True)):
@@ -433,7 +438,7 @@ class PlanTest(unittest.TestCase):
 
     def test_offload(self):
         """Two checkpoints are on the GPU. Layers without a checkpoint keep their activations there."""
-        config = Qwen3_5TextConfig(**SIZE_4B)
+        config = Qwen3_5TextConfig(**SIZES["4B"])
         given = sizes_of(config), Parameters.of(config), 2**15, 1, 1, 2
         checkpoint = 2 * 2**15 * config.hidden_size
         for every, checkpoints in ((1, 32), (2, 16), (16, 2), (32, 1)):
@@ -444,19 +449,19 @@ class PlanTest(unittest.TestCase):
             self.assertEqual(with_it.total, without.total - max(checkpoints - 2, 0) * checkpoint)
 
     def test_weights_and_length_and_methods(self):
-        config = Qwen3_5TextConfig(**SIZE_4B)
+        config = Qwen3_5TextConfig(**SIZES["4B"])
         half, full = (plan_sequence_parallel(config, 2**14, 4, 80, weights=w) for w in ("bfloat16", "float32"))
         for size in (1, 2, 4):
             self.assertEqual(2 * half.options[size][0].moments, full.options[size][0].moments)
             self.assertEqual(half.options[size][0].saved, full.options[size][0].saved)
         # A P is no option if a rank has less than a window, or if it does not divide the heads.
         self.assertEqual(list(plan_sequence_parallel(config, 11, 8, 80).options), [1, 2])
-        odd = Qwen3_5TextConfig(**{**SIZE_4B, "num_attention_heads": 12})
+        odd = Qwen3_5TextConfig(**{**SIZES["4B"], "num_attention_heads": 12})
         self.assertEqual(list(plan_sequence_parallel(odd, 2**14, 16, 80).options), [1, 2, 4, 8, 16])
         self.assertEqual(list(plan_sequence_parallel(odd, 2**14, 16, 80, attention="heads").options), [1, 2, 4])
 
     def test_lora(self):
-        config = Qwen3_5TextConfig(**SIZE_4B)
+        config = Qwen3_5TextConfig(**SIZES["4B"])
         whole, half, lora = (
             plan_sequence_parallel(config, 2**14, 2, 80, **options)
             for options in ({}, {"lora_rank": 8}, {"lora_rank": 16})
@@ -502,7 +507,7 @@ class PlanTest(unittest.TestCase):
     def test_refuses(self, _, changes, message):
         with self.assertRaisesRegex(ValueError, message):
             plan_sequence_parallel(
-                Qwen3_5TextConfig(**SIZE_4B), **{"max_length": 2**17, "gpus": 8, "memory": 80, **changes}
+                Qwen3_5TextConfig(**SIZES["4B"]), **{"max_length": 2**17, "gpus": 8, "memory": 80, **changes}
             )
 
     def test_adapters_of_experts(self):

@@ -1,8 +1,10 @@
 import unittest
 
 import torch
+from common.real_heads import HEADS_27B, REAL_HEADS
+from common.releases import DECAY_ROUNDING, DECAYS
 from mixins.heads import PackedHeadsTesterMixin
-from mixins.model import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
+from mixins.model import VOCAB_SIZE, PackedModelTesterMixin, alone, gradients, packed_batch, relative_error
 from mixins.padding import PackedPaddingTesterMixin
 from mixins.vision import TEXT, PackedVisionTesterMixin, vision_config
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
@@ -51,6 +53,29 @@ class Qwen3_5HeadsTest(PackedHeadsTesterMixin, unittest.TestCase):
 
     def get_config(self, **kwargs):
         return tiny_config(**kwargs)
+
+
+class Qwen3_5HeadCountsTest(unittest.TestCase):
+    def test_heads_of_27b(self):
+        """In float64, but the stock delta rule computes in float32."""
+        torch.manual_seed(0)
+        config = Qwen3_5TextConfig(**REAL_HEADS | HEADS_27B | {"hidden_size": 64, "intermediate_size": 64})
+        stock = builtin.Qwen3_5ForCausalLM(config).double().train()
+        ours = packed.Qwen3_5ForCausalLM(config).double().train()
+        with torch.no_grad():
+            for name, parameter in stock.named_parameters():
+                if "norm" in name or "dt_bias" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+        ours.load_state_dict(stock.state_dict())
+        documents = [torch.randint(1, VOCAB_SIZE, (n,)) for n in (1, 5, 64, 70)]
+        logits, loss = alone(stock, documents)
+        output = ours(**packed_batch(documents), skip_logits=False)
+        self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-6)
+        actual, expected = gradients(ours, output.loss), gradients(stock, loss)
+        self.assertEqual(set(actual), set(expected))
+        for name in expected:
+            bar = 1e-4 * DECAY_ROUNDING if name.endswith(DECAYS) else 1e-5
+            self.assertLess(relative_error(actual[name], expected[name]), bar, name)
 
 
 class Qwen3_5PositionIdsTest(unittest.TestCase):

@@ -60,7 +60,7 @@ class PackingCost:
     def from_config(cls, config: PreTrainedConfig, quadratic_weight: float = _QUADRATIC_WEIGHT) -> "PackingCost":
         """Count the operations of a forward pass of a hybrid of a delta rule and attention.
 
-        The families are Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo-Hybrid, Kimi-Linear and Bailing-Hybrid.
+        The families are Qwen3-Next, Qwen3.5/3.6/3.8, Qwen3.5/3.6/3.8-MoE, OLMo-Hybrid, Kimi-Linear and Bailing-Hybrid.
 
         Each multiply-add counts as two operations. The count covers every projection, the convolution, the chunked
         delta rule, causal attention, the MLP or the routed experts, and the head. It ignores norms and

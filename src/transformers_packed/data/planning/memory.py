@@ -250,8 +250,9 @@ def plan_sequence_parallel(
 
     Args:
         config (`PreTrainedConfig`):
-            The configuration of a Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo-Hybrid, Kimi-Linear or Bailing-Hybrid model.
-            For a vision-language model, the plan counts the parameters of the vision tower but not its activations.
+            The configuration of a Qwen3-Next, Qwen3.5/3.6/3.8, Qwen3.5/3.6/3.8-MoE, OLMo-Hybrid, Kimi-Linear or
+            Bailing-Hybrid model. For a vision-language model, the plan counts the parameters of the vision tower but not
+            its activations.
         max_length (`int`):
             Tokens per row.
         gpus (`int`):

@@ -1,4 +1,4 @@
-"""The record of Qwen3.5."""
+"""The record of Qwen3.5. Qwen3.6 and Qwen3.8 have its classes and its model type."""
 
 from ..family import Family, Own
 from ..sizes import qwen_sizes
@@ -7,8 +7,7 @@ from ..sizes import qwen_sizes
 QWEN3_5 = Family(
     "qwen3_5",
     Own(also=(("AutoModelForTokenClassification", "Qwen3_5TextConfig", "Qwen3_5ForTokenClassification"),)),
-    title="Qwen3.5",
-    releases=("Qwen3.6", "Qwen3.8"),
+    title="Qwen3.5/3.6/3.8",
     required=(
         "Qwen3_5ForSequenceClassification",
         "Qwen3_5GatedDeltaNet",

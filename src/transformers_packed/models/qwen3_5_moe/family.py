@@ -1,4 +1,4 @@
-"""The record of Qwen3.5-MoE."""
+"""The record of Qwen3.5-MoE. Qwen3.6 and Qwen3.8 have its classes and its model type."""
 
 from ..family import Family, Own
 from ..sizes import qwen_sizes
@@ -7,8 +7,7 @@ from ..sizes import qwen_sizes
 QWEN3_5_MOE = Family(
     "qwen3_5_moe",
     Own(),
-    title="Qwen3.5-MoE",
-    releases=("Qwen3.6", "Qwen3.8"),
+    title="Qwen3.5/3.6/3.8-MoE",
     required=("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeModel"),
     experts="Qwen3_5MoeExperts",
     # Those of Qwen3.5, and the gate of the shared expert.
