@@ -29,7 +29,9 @@ CHUNK_SIZE = 64
 # The keyword arguments that carry document boundaries: those of FlashAttention, of a layer, and of a model.
 FLASH_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 LAYER_KEYWORDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")
-PACKING_KEYWORDS = (*LAYER_KEYWORDS, "padding_tokens", "prompt_of")
+# Those that say which earlier document each one continues.
+PARENT_KEYWORDS = ("parent_of", "prompt_of")
+PACKING_KEYWORDS = (*LAYER_KEYWORDS, "padding_tokens", *PARENT_KEYWORDS)
 
 
 class Derived:

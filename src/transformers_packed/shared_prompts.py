@@ -1,12 +1,13 @@
-"""The layout of a row in which several documents, the answers, continue the same ones, their prompts.
+"""The layout of a row in which documents continue others: a tree of documents for each one that starts on its own.
 
 Answers to one prompt, as in GRPO and DPO, repeat its tokens. A row can hold the prompt once, before its answers:
 
     | prompt 0 | prompt 1 | answer to 0 | answer to 0 | answer to 1 |
 
-`ops/prompts.py` has the ops for such rows.
+Further documents may continue an answer, as the turns of a conversation do. `ops/prompts.py` has the ops for such rows.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -21,140 +22,177 @@ from .errors import input_error
 
 @dataclass(frozen=True, eq=False)
 class SharedPrompts(SequenceBoundaries):
-    """The boundaries of a row whose last documents, the answers, continue earlier documents, their prompts.
+    """The boundaries of a row in which documents continue earlier ones, their parents.
+
+    Each document stands for the tokens of its ancestors and its own, and depends on nothing else.
 
     Args:
         cu_seqlens (`torch.IntTensor` of shape `[N+1]`):
-            Cumulative lengths of the prompts and answers.
+            Cumulative lengths of the documents, without their ancestors.
         host (`torch.IntTensor` of shape `[N+1]`):
             The same values on the host.
-        prompt_of (`tuple[int, ...]`):
-            For each document, the index of its prompt, or -1 for a document that starts on its own. Those come first.
+        parent_of (`tuple[int, ...]`):
+            For each document, the index of an earlier document whose end it continues, or -1 for a document that starts
+            on its own. In the order of [`level_order`], ops with a state do not have to move tokens.
 
     Example:
 
     ```python
     >>> from transformers_packed import SequenceBoundaries
     >>> from transformers_packed.shared_prompts import SharedPrompts
-    >>> row = SharedPrompts.of(SequenceBoundaries.from_lengths([3, 2, 1]), [-1, 0, 0])
+    >>> row = SharedPrompts.of(SequenceBoundaries.from_lengths([3, 2, 1, 1]), [-1, 0, 0, 1])
     >>> row.position_ids.tolist()
-    [[0, 1, 2, 3, 4, 3]]
+    [[0, 1, 2, 3, 4, 3, 5]]
 
     ```
     """
 
-    prompt_of: tuple[int, ...] = ()
+    parent_of: tuple[int, ...] = ()
     share_prompts: ClassVar[bool] = True
 
     @classmethod
-    def of(cls, boundaries: SequenceBoundaries, prompt_of: Sequence[int] | torch.Tensor) -> "SharedPrompts":
-        """Create it from the boundaries of all documents. Raises a `ValueError` if `prompt_of` does not fit them."""
-        given = prompt_of.tolist() if isinstance(prompt_of, torch.Tensor) else list(prompt_of)
-        if not all(isinstance(prompt, Integral) for prompt in given):
-            raise input_error("prompt_of as one integer for each document", given)
-        prompt_of = tuple(map(int, given))
-        alone = sum(prompt < 0 for prompt in prompt_of)
-        ordered = all(prompt < 0 for prompt in prompt_of[:alone]) and all(-1 <= p < alone for p in prompt_of)
+    def of(cls, boundaries: SequenceBoundaries, parent_of: Sequence[int] | torch.Tensor) -> "SharedPrompts":
+        """Create it from the boundaries of all documents. Raises a `ValueError` if `parent_of` does not fit them."""
+        given = parent_of.tolist() if isinstance(parent_of, torch.Tensor) else list(parent_of)
+        if not all(isinstance(parent, Integral) for parent in given):
+            raise input_error("parent_of as one integer for each document", given)
+        parent_of = tuple(map(int, given))
         number, padding = boundaries.num_documents, boundaries.padding_tokens
-        if not (len(prompt_of) == number > alone and ordered) or padding:
-            expected = (
-                f"prompt_of for {number} documents without padding: -1 for prompts, then a prompt for each answer"
-            )
-            raise input_error(expected, f"{list(prompt_of)} and {padding} tokens of padding")
-        return cls(boundaries.cu_seqlens, boundaries.cu_seqlens_cpu, prompt_of=prompt_of)
-
-    @derived_property
-    def num_prompts(self) -> int:
-        """Number of documents that start on their own."""
-        return sum(prompt < 0 for prompt in self.prompt_of)
-
-    @derived_property
-    def first_answer(self) -> int:
-        """Index of the first token of the answers."""
-        return int(self.cu_seqlens_cpu[self.num_prompts])
-
-    @derived_property
-    def prompts(self) -> SequenceBoundaries:
-        """The boundaries of the tokens before the answers."""
-        return SequenceBoundaries.from_lengths(self.lengths[: self.num_prompts], device=self.cu_seqlens.device)
-
-    @derived_property
-    def answers(self) -> SequenceBoundaries:
-        """The boundaries of the answers, as a row of their own."""
-        return SequenceBoundaries.from_lengths(self.lengths[self.num_prompts :], device=self.cu_seqlens.device)
-
-    @derived_property
-    def documents(self) -> SequenceBoundaries:
-        """The boundaries of prompts and answers, which do not continue each other."""
-        return SequenceBoundaries(self.cu_seqlens, self.cu_seqlens_cpu)
-
-    @derived_property
-    def states(self) -> "Copies":
-        """The final states of the prompts `[num_prompts, ...]`, one for each answer."""
-        return Copies.of(self.prompt_of[self.num_prompts :], self.cu_seqlens.device)
+        earlier = all(-1 <= parent < document for document, parent in enumerate(parent_of))
+        if len(parent_of) != number or not earlier or max(parent_of) < 0 or padding:
+            expected = f"parent_of for {number} documents without padding: -1, or an earlier document for at least one"
+            raise input_error(expected, f"{list(parent_of)} and {padding} tokens of padding")
+        return cls(boundaries.cu_seqlens, boundaries.cu_seqlens_cpu, parent_of=parent_of)
 
     @derived_property
     def position_ids(self) -> torch.Tensor:
-        """int64 `[1, T]`: the position of each token in its document. Answers count on from their prompts."""
-        before = torch.tensor([0 if prompt < 0 else self.lengths[prompt] for prompt in self.prompt_of])
-        starts = (self.cu_seqlens_cpu[:-1] - before).to(self.cu_seqlens.device, non_blocking=True)
+        """int64 `[1, T]`: the position of each token in its document, counted on from its parent."""
+        before: list[int] = []
+        for parent in self.parent_of:
+            before.append(0 if parent < 0 else before[parent] + self.lengths[parent])
+        starts = (self.cu_seqlens_cpu[:-1] - torch.tensor(before)).to(self.cu_seqlens.device, non_blocking=True)
         tokens = torch.arange(self.total_length, device=self.cu_seqlens.device)
         return tokens[None] - starts[self.seq_idx.long()]
 
     @derived_property
+    def runs(self) -> SequenceBoundaries:
+        """The boundaries of the runs. A run consists of documents that directly follow their parents."""
+        starts = [start for start, _ in self._runs]
+        lengths = np.diff([*starts, self.total_length])
+        return SequenceBoundaries.from_lengths(torch.from_numpy(lengths), device=self.cu_seqlens.device)
+
+    @derived_property
+    def _runs(self) -> list[tuple[int, int]]:
+        """The first token of each run, and the token that it continues, or -1."""
+        starts = self.cu_seqlens_cpu.tolist()
+        return [
+            (starts[document], starts[parent + 1] - 1)
+            for document, parent in enumerate(self.parent_of)
+            if parent != document - 1 or parent < 0
+        ]
+
+    @derived_property
+    def continued(self) -> list[int]:
+        """The runs that continue another one."""
+        return [run for run, (_, after) in enumerate(self._runs) if after >= 0]
+
+    @derived_property
+    def first_continued(self) -> int:
+        """Index of the first token of these runs."""
+        return self._runs[self.continued[0]][0] if self.continued else self.total_length
+
+    def _before(self, run: int, limit: int) -> np.ndarray:
+        """The tokens that a run continues, from the first one of its tree, or the last `limit` of them."""
+        pieces, (_, token) = [np.arange(0)], self._runs[run]
+        while token >= 0 and limit > 0:
+            run = bisect_right(self._runs, token, key=lambda run: run[0]) - 1
+            start, after = self._runs[run]
+            pieces.append(np.arange(max(start, token + 1 - limit), token + 1))
+            limit -= len(pieces[-1])
+            token = after
+        return np.concatenate(pieces[::-1])
+
+    @derived_property
     def keys(self) -> tuple[SequenceBoundaries, "Copies"]:
-        """The row in which its whole prompt precedes each answer: its boundaries, and the tokens it consists of."""
-        boundaries, index, _ = self._row_of(range(self.num_documents), slice(None), slice(None))
+        """The row in which all that it continues precedes each run: its boundaries, and the tokens it consists of."""
+        boundaries, index, _ = self._row_of(range(len(self._runs)), self.total_length, self.total_length)
         return boundaries, Copies.of(index, self.cu_seqlens.device)
 
-    @property
-    def answer_indices(self) -> range:
-        """Which documents are answers."""
-        return range(self.num_prompts, self.num_documents)
-
     def tails(self, width: int) -> "Copies":
-        """The last `width` tokens of its prompt, for each answer. The first token is repeated in front of fewer."""
+        """The `width` tokens before each run that continues another. The first token is repeated in front of fewer."""
         return self.derived(f"tails of {width}", lambda: self._tails(width))
 
     def _tails(self, width: int) -> "Copies":
-        starts = np.cumsum([0, *self.lengths])
-        prompts = np.array(self.prompt_of[self.num_prompts :])
-        tokens = starts[prompts + 1, None] + np.arange(-width, 0)
-        return Copies.of(np.maximum(tokens, starts[prompts, None]).flatten(), self.cu_seqlens.device)
+        tails = [self._before(run, width) for run in self.continued]
+        index = [np.pad(tail, (width - len(tail), 0), mode="edge") for tail in tails]
+        return Copies.of(np.concatenate([*index, np.arange(0)]), self.cu_seqlens.device)
 
     def windows(self, width: int) -> tuple[SequenceBoundaries, "Copies", torch.Tensor, torch.Tensor]:
-        """Describe the row of the first `width` tokens of each answer, each after the last `width` of its prompt.
+        """Describe the row of the first `width` tokens of each run that continues another, after the `width` before.
 
-        Returns its boundaries, the tokens it consists of, and the indices of the answers' tokens in it and in this row.
+        Returns its boundaries, the tokens it consists of, and the indices of the runs' tokens in it and in this row.
         """
         return self.derived(f"windows of {width}", lambda: self._windows(width))
 
     def _windows(self, width: int) -> tuple[SequenceBoundaries, "Copies", torch.Tensor, torch.Tensor]:
-        boundaries, index, own = self._row_of(self.answer_indices, slice(-width, None), slice(width))
+        boundaries, index, own = self._row_of(self.continued, width, width)
         device = self.cu_seqlens.device
         in_window, in_row = (torch.from_numpy(x).to(device, non_blocking=True) for x in (own, index[own]))
         return boundaries, Copies.of(index, device), in_window, in_row
 
     def _row_of(
-        self, documents: range, earlier: slice, own: slice
+        self, runs: Sequence[int], earlier: int, own: int
     ) -> tuple[SequenceBoundaries, np.ndarray, np.ndarray]:
-        """Return the boundaries of a row, its tokens, and which of these are not from a prompt.
+        """Return the boundaries of a row, its tokens, and which of these are not from another run.
 
-        It consists of the `own` tokens of each of the documents, after the `earlier` ones of its prompt, if it has one.
+        It consists of the first `own` tokens of each of the runs, after the last `earlier` ones that it continues.
         """
-        tokens = np.split(np.arange(self.total_length), np.cumsum(self.lengths[:-1]))
         index, is_own, lengths = [], [], []
-        for document in documents:
-            prompt = self.prompt_of[document]
-            before = tokens[document][:0] if prompt < 0 else tokens[prompt][earlier]
-            index += [before, tokens[document][own]]
+        for run in runs:
+            before, (start, _), length = self._before(run, earlier), self._runs[run], self.runs.lengths[run]
+            index += [before, np.arange(start, start + min(own, length))]
             is_own += [np.zeros(len(before), dtype=bool), np.ones(len(index[-1]), dtype=bool)]
             lengths.append(len(before) + len(index[-1]))
         boundaries = SequenceBoundaries.from_lengths(lengths, device=self.cu_seqlens.device)
         return boundaries, np.concatenate(index), np.flatnonzero(np.concatenate(is_own))
 
+    def levels(self, reads: int) -> "Levels":
+        """The calls of an op with a state, in which `reads` tokens read a state that is needed inside a path."""
+        return self.derived(f"levels with {reads}", lambda: self._levels(reads))
+
+    def _levels(self, reads: int) -> "Levels":
+        device, lengths, levels = self.cu_seqlens.device, self.lengths, paths_of(self.parent_of)
+        found: list[Level] = []
+        states: Copies | None = None
+        for paths, next_paths in zip(levels, [*levels[1:], []], strict=True):
+            parents = [self.parent_of[path[0]] for path in next_paths]
+            slots = {path[-1]: slot for slot, path in enumerate(paths)}
+            own: list[np.ndarray] = []
+            inserted: list[np.ndarray] = []
+            cu_seqlens, end = [0], 0
+            for path in paths:
+                for document in path:
+                    own.append(np.arange(end, end := end + lengths[document]))
+                    if document in parents and document not in slots:
+                        slots[document] = len(paths) + len(inserted)
+                        inserted.append(np.arange(end, end := end + reads))
+                cu_seqlens.append(end)
+            boundaries = SequenceBoundaries.from_cu_seqlens(torch.tensor(cu_seqlens)).to(device, non_blocking=True)
+            own_places, reads_at = (
+                torch.from_numpy(np.concatenate([np.arange(0), *x])).to(device, non_blocking=True)
+                for x in (own, inserted)
+            )
+            places = (own_places, reads_at) if inserted else None
+            found.append(Level(boundaries, sum(map(len, own)), places, states, bool(parents)))
+            states = Copies.of([slots[parent] for parent in parents], device)
+        tokens = np.split(np.arange(self.total_length), np.cumsum(lengths[:-1]))
+        order = np.concatenate([tokens[document] for document in level_order(self.parent_of)])
+        if bool((np.diff(order) == 1).all()):
+            return Levels(found, None, None)
+        return Levels(found, Copies.of(order, device), Copies.of(np.argsort(order), device))
+
     def layer_kwargs(self) -> dict[str, Any]:
-        # A layer cannot use the lengths of prompts and answers alone.
+        # A layer cannot use the lengths of documents without their ancestors.
         return {"boundaries": self}
 
     def check_whole(self, fix: str) -> None:
@@ -183,3 +221,94 @@ class Copies(NamedTuple):
             move += [ordered[of_row], order[of_row[:, None] + np.arange(count)]]
         source, *pairs = (torch.from_numpy(x).to(device, non_blocking=True) for x in move)
         return cls(source, list(zip(pairs[::2], pairs[1::2], strict=True)))
+
+
+class Level(NamedTuple):
+    """A call of an op with a state: paths of documents that start from states of the previous level.
+
+    Args:
+        boundaries ([`SequenceBoundaries`]):
+            The paths, with the tokens that read states.
+        length (`int`):
+            Number of tokens of the row.
+        places (`tuple`, *optional*):
+            If states are read, the places of these tokens, and those of the tokens that read, in the order of states.
+        states ([`Copies`], *optional*):
+            The states of the previous level that the paths start from: final ones, then those that were read.
+        continued (`bool`):
+            Whether a level follows.
+    """
+
+    boundaries: SequenceBoundaries
+    length: int
+    places: tuple[torch.Tensor, torch.Tensor] | None
+    states: Copies | None
+    continued: bool
+
+
+class Levels(NamedTuple):
+    """The levels of a row, and the order of its tokens in them: `sources` of the tokens, and the inverse of this order.
+
+    Both are `None` if the row has this order.
+    """
+
+    levels: list[Level]
+    sources: Copies | None
+    places: Copies | None
+
+
+def level_order(parent_of: Sequence[int]) -> list[int]:
+    """Return the order of documents in which ops with a state find each level's tokens side by side.
+
+    Example:
+
+    ```python
+    >>> from transformers_packed.shared_prompts import level_order
+    >>> level_order([-1, 0, 0, -1, 3, 3])  # two prompts with two answers each
+    [0, 3, 1, 2, 4, 5]
+
+    ```
+    """
+    return [document for paths in paths_of(parent_of) for path in paths for document in path]
+
+
+def paths_of(parent_of: Sequence[int]) -> list[list[list[int]]]:
+    """Join the documents of a row to paths, and return the paths of each level.
+
+    A document continues the path of its parent if it is the only child. If this at least halves the levels of a tree,
+    the child with the most levels below it also does, wherever a document has several children: a long conversation
+    with a branch at each turn then has two levels. A level costs the launches of a call, and its longest path.
+    """
+    children: list[list[int]] = [[] for _ in parent_of]
+    for document, parent in enumerate(parent_of):
+        if parent >= 0:
+            children[parent].append(document)
+    # Levels below each document if all of several children start a path, and if one of them continues.
+    all_start, one_continues = ([0] * len(parent_of) for _ in range(2))
+    deepest: list[int] = [-1] * len(parent_of)
+    for document in reversed(range(len(parent_of))):
+        below = children[document]
+        if below:
+            all_start[document] = max(all_start[child] for child in below) + (len(below) > 1)
+            deepest[document], *others = sorted(below, key=one_continues.__getitem__, reverse=True)
+            one_continues[document] = max(one_continues[c] + (c in others) for c in below)
+    levels: list[list[list[int]]] = []
+    place: list[tuple[int, list[int]]] = []
+    joins: list[bool] = []
+    for document, parent in enumerate(parent_of):
+        if parent < 0:
+            joins.append(2 * (one_continues[document] + 1) <= all_start[document] + 1)
+            level = 0
+        else:
+            joins.append(joins[parent])
+            level, path = place[parent]
+            if len(children[parent]) == 1 or (joins[parent] and deepest[parent] == document):
+                path.append(document)
+                place.append((level, path))
+                continue
+            level += 1
+        if level == len(levels):
+            levels.append([])
+        levels[level].append([document])
+        place.append((level, levels[level][-1]))
+    return levels

@@ -432,18 +432,30 @@ class NoFalseAlarmTest(unittest.TestCase):
 class SharedPromptsTest(unittest.TestCase):
     """In a row with shared prompts, an answer may depend on its prompt and on nothing else."""
 
-    GROUPS = {"lengths": [65, 2, 40, 1, 63, 3, 30], "prompt_of": [-1, -1, -1, 0, 0, 1, 0]}
+    GROUPS = {"lengths": [65, 2, 40, 1, 63, 3, 30], "parent_of": [-1, -1, -1, 0, 0, 1, 0]}
+    TREE = {"lengths": [65, 2, 1, 40, 63, 3, 30, 2], "parent_of": [-1, 0, 1, 2, 0, 1, 2, 6]}
 
-    @parameterized.expand([("qwen3_5", qwen3_5), ("qwen3_next", qwen3_next), ("qwen3_5_moe", qwen3_5_moe)])
-    def test_isolated(self, _, make):
-        report = audit_model(make(), **self.GROUPS)
-        self.assertEqual(list(report.sources), ["prompt_of"])
+    @parameterized.expand(
+        [
+            ("qwen3_5", qwen3_5, GROUPS),
+            ("qwen3_next", qwen3_next, GROUPS),
+            ("qwen3_5_moe", qwen3_5_moe, GROUPS),
+            ("qwen3_5_tree", qwen3_5, TREE),
+            ("qwen3_5_moe_tree", qwen3_5_moe, TREE),
+        ]
+    )
+    def test_isolated(self, _, make, row):
+        report = audit_model(make(), **row)
+        self.assertEqual(list(report.sources), ["parent_of"])
         self.assertTrue(report.ok, report)
-        result = report.sources["prompt_of"]
+        result = report.sources["parent_of"]
         for matrix in (result.influence, result.backward):
             for i, line in enumerate(matrix):
                 for j, size in enumerate(line):
-                    depends = i == j or self.GROUPS["prompt_of"][j] == i
+                    document = j
+                    while document not in (i, -1):
+                        document = row["parent_of"][document]
+                    depends = document == i
                     self.assertEqual(size > 1e-3, depends, (i, j, size))
                     self.assertTrue(depends or size == 0)
 
@@ -462,8 +474,8 @@ class SharedPromptsTest(unittest.TestCase):
         self.assertIn("forward", {leak.direction for leak in report.leaks})
 
     def test_prompts_that_do_not_fit(self):
-        with self.assertRaisesRegex(ValueError, "expected prompt_of for 2 documents"):
-            audit_model(qwen3_5(), lengths=[3, 4], prompt_of=[-1, 1])
+        with self.assertRaisesRegex(ValueError, "expected parent_of for 2 documents"):
+            audit_model(qwen3_5(), lengths=[3, 4], parent_of=[-1, 1])
 
 
 class RefusalsTest(unittest.TestCase):

@@ -85,7 +85,7 @@ class PrefixesTest(unittest.TestCase):
         self.assertEqual(batch["labels"].tolist(), [[-100, -100, -100, 2, -100, 2, -100, -100, 9, -100, 4]])
         self.assertEqual(batch["cu_seqlens"].tolist(), [0, 2, 4, 6, 9, 11])
         self.assertEqual(batch["position_ids"].tolist(), [[0, 1, 0, 1, 0, 1, 2, 3, 4, 2, 3]])
-        self.assertEqual(batch["prompt_of"].tolist(), [-1, -1, -1, 0, 0])
+        self.assertEqual(batch["parent_of"].tolist(), [-1, -1, -1, 0, 0])
 
     # Routers of experts compute in float32.
     @parameterized.expand([("qwen3_5", 1e-11), ("qwen3_next", 1e-6)])
@@ -209,16 +209,16 @@ class RefusalsTest(unittest.TestCase):
         model = patch_model(tiny_model("lara_mini"))
         batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "cu_seqlens": torch.tensor([0, 2, 4])}
         with self.assertRaisesRegex(ValueError, "documents that do not share prompts.*Use a family with classes"):
-            model(**batch, prompt_of=torch.tensor([-1, 0]))
+            model(**batch, parent_of=torch.tensor([-1, 0]))
 
     def test_boundaries_without_documents(self):
-        with self.assertRaisesRegex(ValueError, "cu_seqlens together with prompt_of"):
-            self.model(torch.ones(1, 4, dtype=torch.long), prompt_of=torch.tensor([-1, 0]))
+        with self.assertRaisesRegex(ValueError, "cu_seqlens together with parent_of"):
+            self.model(torch.ones(1, 4, dtype=torch.long), parent_of=torch.tensor([-1, 0]))
 
     def test_sequence_parallelism(self):
         batch = DataCollatorWithFlattening(model=self.model)([group([5, 6], [8])])
         with self.assertRaisesRegex(
-            ValueError, "does not support shared prompts .prompt_of.*without sequence parallelism"
+            ValueError, "does not support shared prompts .parent_of.*without sequence parallelism"
         ):
             shard_batch(batch, 0, 2)
 

@@ -401,7 +401,7 @@ class CheckpointTest(unittest.TestCase):
 
     def test_shared_prompts_are_refused(self):
         model, samples = make_model("dense"), make_samples((5, 4, 4))
-        batch = packed(samples) | {"prompt_of": torch.tensor([-1, 0, 0])}
+        batch = packed(samples) | {"parent_of": torch.tensor([-1, 0, 0])}
         self.assertRaisesRegex(ValueError, "shared prompts", model, **batch)
 
 

@@ -3,10 +3,14 @@
 import copy
 import random
 import unittest
+from itertools import accumulate
+from typing import ClassVar
 from unittest import mock
 
 import numpy as np
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mixins.model import padded_batch, relative_error, total_relative_error
 from mixins.padding import computed_tokens
 from mixins.patch import CONFIGS, builtin_model
@@ -80,16 +84,61 @@ class TransformsTest(unittest.TestCase):
 
     def test_packed_row(self):
         row = {"input_ids": torch.arange(20)[None], "labels": torch.arange(20)[None]}
-        row |= {"cu_seqlens": torch.tensor([0, 9, 14, 20]), "prompt_of": torch.tensor([-1, 0, 0])}
+        row |= {"cu_seqlens": torch.tensor([0, 9, 14, 20]), "parent_of": torch.tensor([-1, 0, 0])}
         self.check(make_model(), row)
+
+
+@st.composite
+def trees(draw):
+    """Lengths and parents of the documents of a row, up to two chunks long."""
+    parents = [-1, 0, *(draw(st.integers(-1, document - 1)) for document in range(2, draw(st.integers(2, 9))))]
+    lengths = draw(st.lists(st.one_of(st.integers(1, 5), st.integers(1, 90)), min_size=9, max_size=9))
+    return lengths[: len(parents)], parents
+
+
+class TreesTest(unittest.TestCase):
+    """Each document of a row equals the end of the row of its ancestors and itself, in outputs and gradients."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.models = {family: patch_model(builtin_model(family)).double() for family in cls.BARS}
+
+    # Routers compute in float32.
+    BARS: ClassVar = {"qwen3_5": 1e-11, "qwen3_5_moe": 1e-6, "kimi_linear": 1e-6}
+
+    @parameterized.expand([*BARS])
+    @given(tree=trees(), seed=st.integers(0, 1000))
+    @settings(deadline=None, max_examples=12)
+    def test_any_tree(self, family, tree, seed):
+        (lengths, parent_of), model = tree, self.models[family]
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(1, 60, (sum(lengths),), generator=generator)
+        upstream = torch.randn(sum(lengths), model.config.vocab_size, generator=generator, dtype=torch.float64)
+
+        def gradients(loss):
+            model.zero_grad()
+            loss.backward()
+            return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+        places = [0, *accumulate(lengths)]
+        row = {"cu_seqlens": torch.tensor(places), "parent_of": torch.tensor(parent_of)}
+        logits = model(ids[None], **row, use_cache=False).logits[0]
+        paths, expected = [], []
+        for own, parent in zip(torch.arange(sum(lengths)).split(lengths), parent_of, strict=True):
+            paths.append(torch.cat([paths[parent] if parent >= 0 else own[:0], own]))
+            expected.append(model(ids[paths[-1]][None], use_cache=False).logits[0, -len(own) :])
+        expected = torch.cat(expected)
+        self.assertLess(relative_error(logits, expected), self.BARS[family])
+        found, want = (gradients((x * upstream).sum()) for x in (logits, expected))
+        self.assertLess(total_relative_error(found, want), self.BARS[family])
 
 
 class ClassifiersTest(unittest.TestCase):
     def test_packed_row(self):
         """The answers to a prompt have labels of their own, but the prompt has none."""
         model = patch_model(classifier())
-        row = {"cu_seqlens": torch.tensor([0, 9, 14, 20]), "prompt_of": torch.tensor([-1, 0, 0])}
-        with self.assertRaisesRegex(ValueError, "got a row with shared prompts. .* without prompt_of"):
+        row = {"cu_seqlens": torch.tensor([0, 9, 14, 20]), "parent_of": torch.tensor([-1, 0, 0])}
+        with self.assertRaisesRegex(ValueError, "got a row with shared prompts. .* without parent_of"):
             model(torch.arange(20)[None], **row)
 
     def test_padded_batch(self):
@@ -142,7 +191,7 @@ class GroupingTest(unittest.TestCase):
             ids[i, own], mask[i, own] = torch.tensor(document), 1
         batch = PaddedBatch.from_attention_mask(mask, ids.device, ids)
         self.assertEqual(batch.boundaries.lengths, [70, 2, 1, 1, 2, 2])
-        self.assertEqual(batch.boundaries.prompt_of, (-1, -1, -1, 0, 0, 0))
+        self.assertEqual(batch.boundaries.parent_of, (-1, -1, -1, 0, 0, 0))
         packed = batch.packed({"input_ids": ids})
         self.assertEqual(packed["input_ids"].tolist(), [[*prompt, 90, 91, 92, 80, 81, 82, 80, 83]])
         after = [70, 70, 71, 70, 71]

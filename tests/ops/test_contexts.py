@@ -22,3 +22,10 @@ class ContextsTest(unittest.TestCase):
         self.assertEqual(row[0, places].tolist(), tokens[0].tolist())
         row, _ = with_contexts(tokens, boundaries, 4, 0)
         self.assertEqual(row[0, -6:].tolist(), [0, 0, 0, 8, 2, 3])
+
+    def test_contexts_across_ancestors(self):
+        tokens = torch.arange(1, 9)[None]
+        boundaries = SharedPrompts.of(SequenceBoundaries.from_lengths([2, 1, 1, 1, 3]), [-1, 0, 0, 2, -1])
+        row, places = with_contexts(tokens, boundaries, 3, 0)
+        self.assertEqual(row.tolist(), [[0, 0, 0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 0, 0, 6, 7, 8]])
+        self.assertEqual(row[0, places].tolist(), tokens[0].tolist())

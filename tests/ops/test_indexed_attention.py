@@ -146,21 +146,20 @@ class IndexedAttentionTest(unittest.TestCase):
             self.assertTrue(torch.equal(weights[:, :1, rows, rows] > 0, expected))
         self.assertEqual(weights.shape, (1, HEADS, sum(LENGTHS), sum(LENGTHS)))
 
-    @parameterized.expand(["sdpa", "eager"])
-    def test_documents_that_continue_prompts(self, attention):
-        """Each answer attends as the document "prompt and answer" does."""
+    @parameterized.expand([(name, p) for name in ("sdpa", "eager") for p in ((-1, -1, 0, 0, 1), (-1, 0, 1, 0, 2))])
+    def test_documents_that_continue_others(self, attention, parent_of):
+        """Each one attends as the end of its ancestors and itself does."""
         stock, ours = make_indexer()
-        lengths, prompt_of = (21, 3, 9, 30, 13), (-1, -1, 0, 0, 1)
-        places = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        tokens = [torch.arange(a, b) for a, b in zip(places, places[1:], strict=False)]
+        lengths, paths = (21, 3, 9, 30, 13), []
+        for own, parent in zip(torch.arange(sum(lengths)).split(lengths), parent_of, strict=True):
+            paths.append(torch.cat([paths[parent], own]) if parent >= 0 else own)
         states, _, _, qkv, upstream = make_row(lengths)
-        boundaries = SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), prompt_of)
-        cos, sin = (x[:, boundaries.position_ids[0]] for x in rotary(64))
+        boundaries = SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), parent_of)
+        cos, sin = (x[:, boundaries.position_ids[0]] for x in rotary(128))
         output, _ = packed(ours, states, cos, sin, qkv, boundaries=boundaries, attention=attention)
-        whole = torch.cat([torch.cat([tokens[p], x]) if p >= 0 else x for p, x in zip(prompt_of, tokens, strict=True)])
-        of_documents = [len(x) + (lengths[p] if p >= 0 else 0) for p, x in zip(prompt_of, tokens, strict=True)]
+        whole, of_paths = torch.cat(paths), [*map(len, paths)]
         row = [x[:, whole] for x in (states, cos, sin)], [x[:, :, whole] for x in qkv]
-        parts = alone(stock, *row[0], row[1], of_documents).split(of_documents, dim=1)
+        parts = alone(stock, *row[0], row[1], of_paths).split(of_paths, dim=1)
         expected = torch.cat([part[:, -n:] for part, n in zip(parts, lengths, strict=True)], dim=1)
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
         got, want = (torch.autograd.grad(x, qkv, upstream) for x in (output, expected))

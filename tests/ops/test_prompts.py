@@ -1,6 +1,7 @@
 """Rows with shared prompts: each answer equals the document "prompt and answer", in outputs and gradients."""
 
 import unittest
+from itertools import pairwise
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,18 +18,27 @@ from transformers_packed.ops.prompts import repeat_rows
 from transformers_packed.shared_prompts import Copies, SharedPrompts
 
 
-# Lengths, and the prompt of each document. Prompts and answers are also shorter than the window of the convolution.
+# Lengths, and the parent of each document. Documents are also shorter than the window of the convolution.
 ROWS = {
     "one_group": ([70, 5, 1, 66], [-1, 0, 0, 0]),
     "several_groups": ([3, 9, 1, 2, 4, 1, 7, 3], [-1, -1, -1, 0, 1, 1, 2, 0]),
     "alone_and_prompts_without_answers": ([6, 2, 5, 4, 3], [-1, -1, -1, 1, 1]),
     "groups_in_any_order": ([2, 3, 4, 2, 5, 3, 1], [-1, -1, 1, 0, 1, 0, 1]),
+    # Levels one after the other.
+    "branches": ([5, 1, 2, 66, 3, 1, 2, 1], [-1, 0, 0, 1, 1, 2, 2, 2]),
+    # Depth first, so levels are apart.
+    "depth_first": ([4, 1, 2, 1, 3, 2, 1, 70, 2], [-1, 0, 1, 1, 0, -1, 5, 5, 7]),
+    "chain": ([3, 1, 1, 2], [-1, 0, 1, 2]),
+    "chain_apart": ([3, 2, 1, 4, 1, 2], [-1, -1, 0, 1, 2, 3]),
+    # Two levels: a path of turns, which is read at each branch, and the branches.
+    "conversation": ([3, 1, 70, 2, 5, 2, 1, 3, 1], [-1, 0, 1, 2, 3, 0, 1, 2, 3]),
+    "conversation_depth_first": ([3, 2, 1, 1, 70, 3, 2, 1, 5], [-1, 0, 0, 2, 2, 4, 4, 6, 6]),
 }
 
 
 def make_row(name):
-    lengths, prompt_of = ROWS[name]
-    return SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), prompt_of)
+    lengths, parent_of = ROWS[name]
+    return SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), parent_of)
 
 
 def tensors(row, *shapes, dtype=torch.float64):
@@ -37,11 +47,19 @@ def tensors(row, *shapes, dtype=torch.float64):
 
 
 def documents_of(row):
-    """Return, for each document, its tokens with those of its prompt, and how many of these are its own."""
-    tokens = torch.arange(row.total_length).split(row.lengths)
-    for document, prompt in enumerate(row.prompt_of):
-        earlier = tokens[prompt] if prompt >= 0 else tokens[document][:0]
-        yield torch.cat([earlier, tokens[document]]), len(tokens[document])
+    """Return, for each document, its tokens with those of its ancestors, and how many of these are its own."""
+    tokens, found = torch.arange(row.total_length).split(row.lengths), []
+    for own, parent in zip(tokens, row.parent_of, strict=True):
+        found.append(torch.cat([found[parent] if parent >= 0 else own[:0], own]))
+    return [(whole, len(own)) for whole, own in zip(found, tokens, strict=True)]
+
+
+def descendants_of(row, document):
+    """Which tokens depend on the document."""
+    depends = [False] * row.num_documents
+    for other, parent in enumerate(row.parent_of):
+        depends[other] = other == document or (parent >= 0 and depends[parent])
+    return torch.tensor(depends)[row.seq_idx[0].long()]
 
 
 def one_by_one(row, function, *inputs):
@@ -153,27 +171,27 @@ class OpsTest(unittest.TestCase):
         compare(self, CASES[case], name, 1e-6 if case == "eager" else 1e-12)
 
     @every("conv", "qkv", "rule", "rule_by_channel", "sdpa")
-    def test_an_answer_depends_on_no_other(self, _, case, name):
+    def test_a_document_depends_on_its_ancestors_alone(self, _, case, name):
         """Neither in outputs nor in gradients, to the bit."""
         row, (shapes, weights, call) = make_row(name), CASES[case]
         inputs = tensors(row, *shapes, dtype=torch.float32)
         weights = [torch.randn(*shape) for shape in weights]
         starts = row.cu_seqlens_cpu.tolist()
-        for document in row.answer_indices:
-            own = slice(starts[document], starts[document + 1])
+        for document, (start, end) in enumerate(pairwise(starts)):
+            others = ~descendants_of(row, document)
+            if not others.any():
+                continue
             changed = [x.clone() for x in inputs]
             for x in changed:
-                x[:, own] += 1
+                x[:, start:end] += 1
             leaves = [[x.requires_grad_() for x in some] for some in (inputs, changed)]
             before, after = (call(row, *some, *weights) for some in leaves)
-            others = torch.ones(row.total_length, dtype=torch.bool)
-            others[own] = False
             for a, b in zip(before, after, strict=True):
-                self.assertTrue(torch.equal(a[:, others], b[:, others]))
-                self.assertFalse(torch.equal(a[:, own], b[:, own]))
+                self.assertTrue(torch.equal(a[:, others], b[:, others]), document)
+                self.assertFalse(torch.equal(a[:, start:end], b[:, start:end]))
             gradients = torch.autograd.grad([y[:, others].sum() for y in after], leaves[1])
             for gradient in gradients:
-                self.assertEqual(gradient[:, own].abs().max().item(), 0)
+                self.assertEqual(gradient[:, start:end].abs().max().item(), 0)
 
     @every("conv", "qkv", "rule", "rule_by_channel", "sdpa")
     def test_repeats_bit_for_bit(self, _, case, name):
@@ -184,45 +202,46 @@ class OpsTest(unittest.TestCase):
         for a, b in zip(*runs, strict=True):
             self.assertTrue(torch.equal(a, b))
 
-    def test_the_state_and_the_window_come_from_the_prompt(self):
-        """Each answer differs from the same tokens as a document of their own."""
-        row = make_row("one_group")
-        for name in ("conv", "qkv", "rule", "rule_by_channel", "sdpa"):
-            shapes, weights, call = CASES[name]
-            inputs, weights = tensors(row, *shapes), [torch.randn(*s, dtype=torch.float64) for s in weights]
-            shared = call(row, *inputs, *weights)
-            lengths, own = row.lengths, [-1] * row.num_documents
-            plain = SimpleNamespace(total_length=row.total_length, lengths=lengths, prompt_of=own)
-            apart = one_by_one(plain, lambda *x, call=call, w=weights: call(None, *x, *w), *inputs)
-            starts = row.cu_seqlens_cpu[row.num_prompts : -1].long()
-            for a, b in zip(shared, apart, strict=True):
-                self.assertTrue(torch.allclose(a[:, : row.first_answer], b[:, : row.first_answer]))
-                self.assertGreater((a - b)[0, starts].abs().flatten(1).amax(1).min().item(), 1e-6)
+    @every("conv", "qkv", "rule", "rule_by_channel", "sdpa")
+    def test_the_start_comes_from_the_parent(self, _, case, name):
+        """The first token of a continued document differs from that of the same tokens as a document of their own."""
+        row, (shapes, weights, call) = make_row(name), CASES[case]
+        inputs, weights = tensors(row, *shapes), [torch.randn(*s, dtype=torch.float64) for s in weights]
+        shared = call(row, *inputs, *weights)
+        own = SimpleNamespace(total_length=row.total_length, lengths=row.lengths, parent_of=[-1] * row.num_documents)
+        apart = one_by_one(own, lambda *x: call(None, *x, *weights), *inputs)
+        continues = torch.tensor(row.parent_of) >= 0
+        starts = row.cu_seqlens_cpu[:-1].long()[continues]
+        for a, b in zip(shared, apart, strict=True):
+            alone = ~continues[row.seq_idx[0].long()]
+            self.assertTrue(torch.allclose(a[:, alone], b[:, alone]))
+            self.assertGreater((a - b)[0, starts].abs().flatten(1).amax(1).min().item(), 1e-6)
 
 
 class RefusalsTest(unittest.TestCase):
     @parameterized.expand(
         [
-            ("a_prompt_after_an_answer", [2, 2, 2], [-1, 0, -1]),
-            ("an_answer_to_an_answer", [2, 2, 2], [-1, 0, 1]),
+            ("a_parent_after_its_child", [2, 2, 2], [-1, 2, -1]),
+            ("its_own_parent", [2, 2, 2], [-1, 0, 2]),
+            ("below_minus_one", [2, 2, 2], [-2, 0, 0]),
             ("too_few", [2, 2, 2], [-1, 0]),
             ("an_unknown_prompt", [2, 2], [-1, 3]),
-            ("no_answer", [2, 2], [-1, -1]),
+            ("no_parent", [2, 2], [-1, -1]),
         ]
     )
-    def test_prompts_that_do_not_fit(self, _, lengths, prompt_of):
-        pattern = f"expected prompt_of for {len(lengths)} documents .*, got .*{prompt_of[-1]}"
+    def test_prompts_that_do_not_fit(self, _, lengths, parent_of):
+        pattern = f"expected parent_of for {len(lengths)} documents .*, got .*{parent_of[-1]}"
         with self.assertRaisesRegex(ValueError, pattern):
-            SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), prompt_of)
+            SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), parent_of)
 
     @parameterized.expand([("nested", torch.tensor([[-1, 0]])), ("floats", [-1, 0.5]), ("names", ["a", "b"])])
-    def test_prompts_that_are_not_integers(self, _, prompt_of):
-        with self.assertRaisesRegex(ValueError, "expected prompt_of as one integer for each document, got "):
-            SharedPrompts.of(SequenceBoundaries.from_lengths([2, 2]), prompt_of)
+    def test_prompts_that_are_not_integers(self, _, parent_of):
+        with self.assertRaisesRegex(ValueError, "expected parent_of as one integer for each document, got "):
+            SharedPrompts.of(SequenceBoundaries.from_lengths([2, 2]), parent_of)
 
     def test_prompts_as_a_tensor(self):
         row = SharedPrompts.of(SequenceBoundaries.from_lengths([2, 2]), torch.tensor([-1, 0]))
-        self.assertEqual(row.prompt_of, (-1, 0))
+        self.assertEqual(row.parent_of, (-1, 0))
 
     def test_states(self):
         row = make_row("one_group")
@@ -275,7 +294,7 @@ class CopiesTest(unittest.TestCase):
     def test_moves_to_another_device(self):
         row = make_row("one_group")
         moved = row.to("meta")
-        self.assertEqual((moved.prompt_of, moved.cu_seqlens.device.type), (row.prompt_of, "meta"))
+        self.assertEqual((moved.parent_of, moved.cu_seqlens.device.type), (row.parent_of, "meta"))
 
 
 class InterpretedConvolutionTest(InterpretedKernelsTest):

@@ -43,7 +43,7 @@ from .report import SOURCES, AuditReport, Leak, SourceResult
 SAFETY = 8.0
 
 # The source of boundaries of a row with shared prompts.
-SHARED = "prompt_of"
+SHARED = "parent_of"
 _KEYS = {
     "position_ids": {"position_ids"},
     "seq_idx": {"seq_idx"},
@@ -60,7 +60,7 @@ def audit_model(
     model: torch.nn.Module,
     *,
     lengths: Sequence[int] | None = None,
-    prompt_of: Sequence[int] | None = None,
+    parent_of: Sequence[int] | None = None,
     inputs: Sequence[str] = ("position_ids", "all"),
     tolerance: float | None = None,
     gradients: bool = True,
@@ -79,10 +79,10 @@ def audit_model(
         lengths (`Sequence[int]`, *optional*):
             The length in tokens of each document in the row, at least two documents. The default alternates short and
             long documents with about 400 tokens in total: 1, 2, the convolution width minus 1, 63, 64, 65 and 200.
-        prompt_of (`Sequence[int]`, *optional*):
-            For each of `lengths`, the index of the document that it continues, or -1: a row with shared prompts
-            ([`SharedPrompts`]). A document may then depend on the one that it continues, and `"prompt_of"` is the only
-            source of boundaries.
+        parent_of (`Sequence[int]`, *optional*):
+            For each of `lengths`, the index of the earlier document that it continues, or -1: a row with shared prompts
+            ([`SharedPrompts`]). A document may then depend on its ancestors, and `"parent_of"` is the only source of
+            boundaries.
         inputs (`Sequence[str]`, *optional*, defaults to `("position_ids", "all")`):
             The boundaries to pass to the model: `"position_ids"`, `"seq_idx"`, `"cu_seq_lens"` (with `max_length_q`
             and `max_length_k`), several of these joined with `+`, or `"all"`, which passes everything that the
@@ -117,14 +117,14 @@ def audit_model(
     inner = _model_with_weights(model)
     width = conv_width(inner)
     lengths = list(lengths) if lengths is not None else [65, 1, 200, max(width - 1, 1), 63, 2, 64]
-    _check_row(lengths, prompt_of, inputs)
-    if prompt_of is not None:
+    _check_row(lengths, parent_of, inputs)
+    if parent_of is not None:
         inputs = (SHARED,)
     name = f"{type(inner).__module__.partition('.')[0]}.{type(inner).__name__}"
     report = AuditReport(name, _settings(inner) | {"seed": seed}, lengths, {}, [])
     with audit_state(model, report.notes):
         probe = Probe(
-            model, lengths, prompt_of or [-1] * len(lengths), width, tolerance, gradients, seed, report.notes
+            model, lengths, parent_of or [-1] * len(lengths), width, tolerance, gradients, seed, report.notes
         )
         refusal = probe.refusal(probe.prepare)
         for name in dict.fromkeys(inputs):
@@ -149,12 +149,12 @@ def _model_with_weights(model: torch.nn.Module) -> transformers.PreTrainedModel:
     return inner
 
 
-def _check_row(lengths: list[int], prompt_of: Sequence[int] | None, inputs: Sequence[str]) -> None:
+def _check_row(lengths: list[int], parent_of: Sequence[int] | None, inputs: Sequence[str]) -> None:
     if len(lengths) < 2 or any(not isinstance(n, int) or n < 1 for n in lengths):
         raise input_error("lengths of at least two documents, each with at least 1 token", lengths)
-    if prompt_of is not None:
+    if parent_of is not None:
         # Raises the error for prompts that do not fit.
-        SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), prompt_of)
+        SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), parent_of)
     elif not inputs or isinstance(inputs, str) or any(not set(name.split("+")) <= set(SOURCES) for name in inputs):
         raise input_error(f"inputs among {', '.join(SOURCES)}", repr(inputs))
 
@@ -184,7 +184,7 @@ class Probe:
 
     model: torch.nn.Module
     lengths: list[int]
-    prompt_of: Sequence[int]
+    parent_of: Sequence[int]
     width: int
     tolerance: float | None
     gradients: bool
@@ -238,18 +238,22 @@ class Probe:
     def _packed(self, source: str) -> dict[str, Any]:
         """Return the boundaries of the given kind for the row, as the collator returns them."""
         if source == SHARED:
-            row = SharedPrompts.of(SequenceBoundaries.from_lengths(self.lengths), self.prompt_of).to(self.device)
-            return {"cu_seqlens": row.cu_seqlens, "prompt_of": torch.tensor(self.prompt_of)}
+            row = SharedPrompts.of(SequenceBoundaries.from_lengths(self.lengths), self.parent_of).to(self.device)
+            return {"cu_seqlens": row.cu_seqlens, "parent_of": torch.tensor(self.parent_of)}
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, on_leak="ignore")
         batch = collator([{"input_ids": [0] * n} for n in self.lengths])
         wanted = set().union(*(_KEYS[part] for part in source.split("+")))
         found = {name: value for name, value in batch.items() if name in wanted}
         return {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
 
+    def path(self, document: int) -> list[int]:
+        """Return the ancestors of a document and itself, in the order of their tokens."""
+        parent = self.parent_of[document]
+        return [*(self.path(parent) if parent >= 0 else ()), document]
+
     def whole(self, document: int) -> torch.Tensor:
-        """Return the ids of a document after those of the document that it continues."""
-        prompt, own = self.prompt_of[document], self.ids[self.documents[document]]
-        return own if prompt < 0 else torch.cat([self.ids[self.documents[prompt]], own])
+        """Return the ids of a document after those of its ancestors."""
+        return torch.cat([self.ids[self.documents[part]] for part in self.path(document)])
 
     def changed(self, document: int) -> torch.Tensor:
         """Return the row's ids `[T]` with all tokens of one document replaced."""
@@ -432,7 +436,7 @@ class Probe:
         for direction, matrix in (("forward", result.influence), ("backward", result.backward)):
             for i, line in enumerate(matrix or ()):
                 for j, size in enumerate(line):
-                    if i not in (j, self.prompt_of[j]) and size > limits[direction]:
+                    if size > limits[direction] and i not in self.path(j):
                         leaks.append(Leak(source, direction, i, j, size, limits[direction]))
         # A document that another one changes always differs from its separate row.
         touched = {leak.to_document for leak in leaks}
@@ -468,7 +472,7 @@ class Probe:
     def _find(self, leak: Leak, run: Callable, tolerance: float) -> Found | None:
         tokens = self.documents[leak.to_document]
         if leak.from_document is None:
-            if self.prompt_of[leak.to_document] >= 0:
+            if self.parent_of[leak.to_document] >= 0:
                 return None
             ids = self.ids[tokens]
             run_alone = lambda model: self._call(model, ids)  # noqa: E731

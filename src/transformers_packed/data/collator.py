@@ -210,10 +210,10 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         samples = [self._sample(*part, token_columns) for part in zip(numbers, features, strict=True)]
         self._note_left_out_columns(features[0])
         document_labels = _take_document_labels(samples)
-        prompt_of: list[int] = []
+        parent_of: list[int] = []
         if any(PREFIX in sample for sample in samples):
             self._check_prefixes(features, document_labels)
-            samples, prompt_of = with_prefixes_first(samples)
+            samples, parent_of = with_prefixes_first(samples)
         padding = self._add_padding(samples)
         self._check_marks(len(samples))
         batch = super().__call__(samples, return_tensors, separator_id)
@@ -229,7 +229,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             column = np.concatenate([_as_array(s[name]) for s in samples[: len(samples) - bool(padding)]])
             batch[name] = to_tensor(np.pad(column, (0, padding))[None])
         lengths = [len(sample["input_ids"]) for sample in samples]
-        batch |= self._boundaries(lengths, padding, prompt_of, to_tensor)
+        batch |= self._boundaries(lengths, padding, parent_of, to_tensor)
         return self._with_vision(batch, features, lengths, to_tensor)
 
     def _add_padding(self, samples: list[dict[str, Any]]) -> int:
@@ -243,15 +243,15 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         return padding
 
     def _boundaries(
-        self, lengths: list[int], padding: int, prompt_of: list[int], to_tensor: Callable
+        self, lengths: list[int], padding: int, parent_of: list[int], to_tensor: Callable
     ) -> dict[str, Any]:
         """The forms of boundaries that Transformers' collator does not return."""
-        row = SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), prompt_of) if prompt_of else None
+        row = SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), parent_of) if parent_of else None
         found: dict[str, Any] = {}
         if self.return_cu_seqlens or row is not None:
             found["cu_seqlens"] = to_tensor(np.cumsum([0, *lengths], dtype=np.int32))
         if row is not None:
-            found["prompt_of"] = to_tensor(np.array(prompt_of))
+            found["parent_of"] = to_tensor(np.array(parent_of))
             if self.return_position_ids:
                 found["position_ids"] = to_tensor(row.position_ids + self.position_ids_start)
         if self.return_boundaries and to_tensor is torch.as_tensor:

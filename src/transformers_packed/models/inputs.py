@@ -18,7 +18,7 @@ import torch
 from transformers.utils import TransformersKwargs, logging
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
-from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries, may_read, text_position_ids
+from ..boundaries import PACKING_KEYWORDS, PARENT_KEYWORDS, SequenceBoundaries, may_read, text_position_ids
 from ..errors import input_error
 from ..shared_prompts import SharedPrompts
 from .masks import is_padding, read_documents, read_padding, restarts_with
@@ -38,8 +38,10 @@ class PackingKwargs(TransformersKwargs, total=False):
             The length of the row's last document if that document is padding. Router statistics exclude it.
         boundaries ([`SequenceBoundaries`], *optional*):
             The boundaries with a host copy, as models pass them to their layers.
+        parent_of (`torch.LongTensor` of shape `[N]`, *optional*):
+            For each document, the index of the earlier document that it continues, or -1 ([`SharedPrompts`]).
         prompt_of (`torch.LongTensor` of shape `[N]`, *optional*):
-            For each document, the index of the document that it continues, or -1 ([`SharedPrompts`]).
+            Another name for `parent_of`, if all parents are prompts.
         mtp_row (`MtpRow`, *optional*):
             What the text model fills for the head of multi-token prediction.
         packs_padding (`bool`, *optional*):
@@ -49,6 +51,7 @@ class PackingKwargs(TransformersKwargs, total=False):
     cu_seqlens: torch.IntTensor | None
     padding_tokens: int | None
     boundaries: SequenceBoundaries | None
+    parent_of: torch.LongTensor | None
     prompt_of: torch.LongTensor | None
     mtp_row: Any
     packs_padding: bool | None
@@ -82,7 +85,7 @@ def resolve_boundaries(
     """
     given = inputs.pop("boundaries", None)
     metadata = {name: x for name in PACKING_KEYWORDS if (x := inputs.pop(name, None)) is not None}
-    prompt_of, padding = metadata.pop("prompt_of", None), metadata.pop("padding_tokens", None)
+    parent_of, padding = _parents(metadata), metadata.pop("padding_tokens", None)
     metadata |= {"padding_tokens": padding} if padding else {}
     tokens = tokens_of(inputs)
     if tokens is None:
@@ -91,21 +94,29 @@ def resolve_boundaries(
         # The stock forward would take the numbers of several documents for one document.
         read_padding(inputs["attention_mask"])
     source = " and ".join(metadata) if given is None else "boundaries"
-    boundaries = _described(given, metadata, prompt_of, inputs, tokens)
+    boundaries = _described(given, metadata, parent_of, inputs, tokens)
     if boundaries is None and reads_patterns and holds_pattern(inputs):
         source, boundaries = "attention_mask", _outside(_of_pattern, inputs, tokens, mixes)
     elif boundaries is None:
         source, boundaries = _RESTART, _inferred(inputs, tokens, padding)
     if boundaries is None:
         return None
-    if prompt_of is not None and not boundaries.share_prompts:
-        boundaries = SharedPrompts.of(boundaries, prompt_of)
+    if parent_of is not None and not boundaries.share_prompts:
+        boundaries = SharedPrompts.of(boundaries, parent_of)
     _check_beside(source, boundaries, metadata, inputs, tokens)
     made_in_graph = given is None and is_torchdynamo_compiling()
     return boundaries if made_in_graph else boundaries.to(tokens.device, non_blocking=True)
 
 
-def _described(given, metadata: dict, prompt_of, inputs: dict[str, Any], tokens) -> SequenceBoundaries | None:
+def _parents(metadata: dict) -> torch.Tensor | None:
+    """Remove the parents of documents from the metadata and return them."""
+    given = {name: x for name in PARENT_KEYWORDS if (x := metadata.pop(name, None)) is not None}
+    if len(given) > 1:
+        raise input_error("parent_of or prompt_of", "both", "Pass parent_of alone.")
+    return next(iter(given.values()), None)
+
+
+def _described(given, metadata: dict, parent_of, inputs: dict[str, Any], tokens) -> SequenceBoundaries | None:
     """The boundaries of explicit metadata, if there is any."""
     if given is not None:
         if not is_torchdynamo_compiling():
@@ -116,15 +127,15 @@ def _described(given, metadata: dict, prompt_of, inputs: dict[str, Any], tokens)
     # By default the collator returns position ids alone, plus padding_tokens if the row ends with padding.
     by_positions = metadata.keys() == {"padding_tokens"} and _readable_row(inputs, tokens) is not None
     if not metadata or by_positions:
-        if prompt_of is not None:
+        if parent_of is not None:
             fix = "Pass the batch unchanged."
-            raise input_error("cu_seqlens together with prompt_of", "no document boundaries", fix)
+            raise input_error("cu_seqlens together with parent_of", "no document boundaries", fix)
         return None
     _check_one_row(" and ".join(metadata), tokens)
     boundaries = SequenceBoundaries.from_kwargs(metadata, tokens.shape[1])
     # ms-swift describes a padded batch of one row as one document. The mask also excludes padding.
     one = boundaries is not None and boundaries.num_documents == 1
-    return None if one and inputs.get("attention_mask") is not None and prompt_of is None else boundaries
+    return None if one and inputs.get("attention_mask") is not None and parent_of is None else boundaries
 
 
 def _readable_row(inputs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor | None:

@@ -117,7 +117,7 @@ class DocumentClassifierMixin(PackedModelMixin):
         """Like the stock forward. A packed row has `labels` `[N]` (-100 is ignored) and logits `[N, num_labels]`."""
         if boundaries is None:
             return super().forward(labels=labels, use_cache=use_cache, **inputs)
-        boundaries.check_whole("Train classifiers without sequence parallelism and without prompt_of.")
+        boundaries.check_whole("Train classifiers without sequence parallelism and without parent_of.")
         outputs = getattr(self, self.base_model_prefix)(boundaries=boundaries, **inputs)
         pooled = _pooled_tokens(self, boundaries, inputs.get("input_ids"))
         score: Any = self.score

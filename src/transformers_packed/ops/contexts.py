@@ -9,7 +9,7 @@ from ..shared_prompts import SharedPrompts
 def with_contexts(
     tokens: torch.Tensor, boundaries: SequenceBoundaries, width: int, fill: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Insert the `width` tokens before each document: the last ones of its prompt if it has one, otherwise `fill`.
+    """Insert the `width` tokens before each document: the last ones of its ancestors if it has any, otherwise `fill`.
 
     Args:
         tokens (`torch.LongTensor` of shape `[1, T]`):
@@ -36,13 +36,17 @@ def with_contexts(
 
     ```
     """
-    row, documents = tokens[0], torch.arange(boundaries.num_documents, device=tokens.device)
+    row = tokens[0]
+    shared = boundaries if isinstance(boundaries, SharedPrompts) else None
+    if shared is not None:
+        boundaries = shared.runs
+    documents = torch.arange(boundaries.num_documents, device=tokens.device)
     contexts = row.new_full((len(documents), width), fill)
-    if isinstance(boundaries, SharedPrompts):
-        tails = boundaries.tails(width).rows.unflatten(0, (-1, width))
-        # Before the first token of a prompt, `tails` repeats that one.
+    if shared is not None and shared.continued:
+        tails = shared.tails(width).rows.unflatten(0, (-1, width))
+        # Before the first token of a tree, `tails` repeats that one.
         repeated = torch.nn.functional.pad(tails[:, 1:] == tails[:, :-1], (0, 1))
-        contexts[boundaries.num_prompts :] = row[tails].masked_fill(repeated, fill)
+        contexts[shared.continued] = row[tails].masked_fill(repeated, fill)
     places = torch.arange(len(row), device=row.device) + width * (boundaries.seq_idx[0] + 1)
     before = (boundaries.cu_seqlens[:-1] + width * documents)[:, None] + torch.arange(width, device=row.device)
     result = row.new_empty(len(row) + contexts.numel())

@@ -7,6 +7,7 @@ In a packed row, the windows of a document's first `W - 1` tokens must not inclu
 token-major, `[B, T, D]`, as in flash-linear-attention.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -204,7 +205,7 @@ def _unit_length(x: torch.Tensor) -> torch.Tensor:
 
 
 def triton_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries, halo=None):
-    """Run the kernel. `halo` is a pair: the tokens `[halos * (W - 1), D]` before some documents, and their indices."""
+    """Run the kernel. `halo` is a pair: the tokens `[halos * (W - 1), D]` before some documents, and [`slots_of`] these."""
     from .backends.triton.convolution import CausalConv1dQKV
 
     rows, length, channels = hidden_states.shape
@@ -213,8 +214,6 @@ def triton_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, v
     else:
         check_row(hidden_states, boundaries, "hidden_states", "D")
         position = boundaries.derived("positions", lambda: boundaries.position_ids[0].to(torch.int32))
-    if halo is not None:
-        halo = halo[0], slots_of(boundaries, halo[1], weight.shape[1] - 1)
     value_heads = channels // value_dim - 2 * key_heads
     results = CausalConv1dQKV.apply(
         hidden_states.flatten(0, 1), weight, position, key_heads, value_heads, key_dim, 1e-6, *(halo or ())
@@ -222,7 +221,7 @@ def triton_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, v
     return tuple(x.unflatten(0, (rows, length)) for x in results)
 
 
-def slots_of(boundaries: SequenceBoundaries, documents: range, width: int) -> torch.Tensor:
+def slots_of(boundaries: SequenceBoundaries, documents: Sequence[int], width: int) -> torch.Tensor:
     """Return the slot of each token, int32 `[T]`, if each of these documents has a halo of `width` tokens."""
 
     def make() -> torch.Tensor:

@@ -1,13 +1,15 @@
-"""The ops that mix tokens, for rows in which several documents continue the same prompt ([`SharedPrompts`]).
+"""The ops that mix tokens, for rows in which documents continue others ([`SharedPrompts`]).
 
-Each answer gives the outputs and gradients of the document "prompt and answer", and depends on no other answer:
+Each document gives the outputs and gradients of the one that its ancestors and it are together, and depends on nothing
+else. Documents that directly follow their parents form a run:
 
-* **Attention.** The keys of an answer are those of its prompt and its own.
-* **Convolution.** The window of an answer's first tokens includes the last tokens of its prompt.
-* **Delta rules.** The state of an answer starts as the final state of its prompt.
+* **Attention.** The keys of a run are those of its ancestors and its own.
+* **Convolution.** The window of a run's first tokens includes the last tokens of its ancestors.
+* **Delta rules.** One call computes the paths of a level ([`paths_of`]). The state of a path starts as the state of its
+  parent, from the level before. Inside a path, the state is read by tokens whose queries are the unit vectors.
 
-All of these read parts of the prompt once for each answer. [`repeat_rows`] adds the gradients of such copies in a fixed
-order, in float32. The ops of [`transformers_packed.ops`] call these functions for such rows.
+All of these read parts of an ancestor once for each document that continues it. [`repeat_rows`] adds the gradients of
+such copies in a fixed order, in float32. The ops of [`transformers_packed.ops`] call these functions for such rows.
 """
 
 from collections.abc import Callable
@@ -16,14 +18,15 @@ from typing import Any
 
 import torch
 
+from ..boundaries import SequenceBoundaries
 from ..errors import unsupported
-from ..shared_prompts import Copies, SharedPrompts
+from ..shared_prompts import Copies, Level, SharedPrompts
 from .attention import attention as attention_of_row
 from .attention import attention_of_last_queries, attention_with_earlier_keys, implementation_of, implementations
 from .autograd import first_order, is_transformed
 from .convolution import causal_conv1d as convolve
 from .convolution import causal_conv1d_qkv as convolve_qkv
-from .convolution import check_channels, check_heads, triton_qkv, verify_triton_qkv
+from .convolution import check_channels, check_heads, slots_of, triton_qkv, verify_triton_qkv
 from .dispatch import for_rows, ran
 from .gated_delta_rule import gated_delta_rule as rule
 from .indexed_attention import Index, attend_last, check
@@ -89,15 +92,17 @@ def attention(
             raise unsupported("a row with shared prompts", name, "Use sdpa, without attention weights.")
     keys, copies = boundaries.keys
     key, value = (repeat_rows(x[0].transpose(0, 1), copies).transpose(0, 1)[None] for x in (key, value))
+    runs = boundaries.runs
     if query.is_cuda:
-        documents = boundaries.documents
-        output = attention_with_earlier_keys(module, query, key, value, boundaries=documents, keys=keys, **options)
+        output = attention_with_earlier_keys(module, query, key, value, boundaries=runs, keys=keys, **options)
         if output is not None:
             return output, None
-    q, k, v = (x[:, :, : boundaries.first_answer] for x in (query, key, value))
-    outputs = [attention_of_row(module, q, k, v, None, boundaries=boundaries.prompts, impl=impl, **options)[0]]
-    starts = [*zip(*(x.cu_seqlens_cpu.tolist() for x in (boundaries, keys)), strict=True)]
-    for (start, k_start), (end, k_end) in pairwise(starts[boundaries.num_prompts :]):
+    first = boundaries.continued[0] if boundaries.continued else runs.num_documents
+    alone = SequenceBoundaries.from_lengths(runs.lengths[:first], device=query.device)
+    q, k, v = (x[:, :, : alone.total_length] for x in (query, key, value))
+    outputs = [attention_of_row(module, q, k, v, None, boundaries=alone, impl=impl, **options)[0]]
+    starts = [*zip(*(x.cu_seqlens_cpu.tolist() for x in (runs, keys)), strict=True)]
+    for (start, k_start), (end, k_end) in pairwise(starts[first:]):
         rows = query[:, :, start:end], key[:, :, k_start:k_end], value[:, :, k_start:k_end]
         outputs.append(attention_of_last_queries(module, *rows, **options))
     return torch.cat(outputs, dim=1), None
@@ -122,7 +127,7 @@ def indexed_attention(
     key, value = (repeat_rows(x[0].transpose(0, 1), copies).transpose(0, 1)[None] for x in (key, value))
     of_keys = {name: getattr(index, name)[:, copies.rows] for name in ("key", "cos", "sin")}
     index = index._replace(**of_keys)
-    starts = zip(*(x.cu_seqlens_cpu.tolist() for x in (boundaries, keys)), strict=True)
+    starts = zip(*(x.cu_seqlens_cpu.tolist() for x in (boundaries.runs, keys)), strict=True)
     outputs = []
     for (start, k_start), (end, k_end) in pairwise(starts):
         own, document = slice(start, end), slice(k_start, k_end)
@@ -159,10 +164,11 @@ def causal_conv1d_qkv(
     check_heads(hidden_states, weight, **heads)
     call, width = (weight, bias, activation), weight.shape[-1] - 1
     on_triton = impl in ("auto", "triton") and not is_transformed()
-    if width and on_triton and verify_triton_qkv(hidden_states, *call, **heads)[0]:
+    if width and boundaries.continued and on_triton and verify_triton_qkv(hidden_states, *call, **heads)[0]:
         ran("causal_conv1d_qkv", "triton")
         x, tails = _with_copies(hidden_states[0], boundaries.tails(width))
-        return triton_qkv(x[None], *call, boundaries=boundaries, halo=(tails, boundaries.answer_indices), **heads)
+        halo = tails, slots_of(boundaries.runs, boundaries.continued, width)
+        return triton_qkv(x[None], *call, boundaries=boundaries, halo=halo, **heads)
 
     def function(x, boundaries):
         return convolve_qkv(x, *call, boundaries=boundaries, impl=impl, **heads)
@@ -171,41 +177,82 @@ def causal_conv1d_qkv(
 
 
 def _convolution(function: Callable, x: torch.Tensor, weight: torch.Tensor, row: SharedPrompts) -> tuple:
-    """Convolve each document alone, then overwrite the tokens whose windows include tokens of their prompts."""
-    if weight.shape[-1] == 1:
-        return function(x, row.documents)
+    """Convolve each run alone, then overwrite the tokens whose windows include tokens that it continues."""
+    if weight.shape[-1] == 1 or not row.continued:
+        return function(x, row.runs)
     boundaries, copies, own, tokens = row.windows(weight.shape[-1] - 1)
     x, windows = _with_copies(x[0], copies)
-    alone, continued = function(x[None], row.documents), function(windows[None], boundaries)
+    alone, continued = function(x[None], row.runs), function(windows[None], boundaries)
     return tuple(y.index_copy(1, tokens, z.index_select(1, own)) for y, z in zip(alone, continued, strict=True))
 
 
-def _of_prompts(
+def _by_levels(
     function: Callable,
     *inputs: torch.Tensor,
     boundaries: SharedPrompts,
     initial_state: None = None,
     output_final_state: bool = False,
+    no_decay: float = 0.0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
+    """Run a delta rule on query, key, value, g and beta. Where `g` is `no_decay`, it leaves the state as it is."""
     if initial_state is not None or output_final_state:
         raise unsupported("a row with shared prompts", "initial or final states", "Run the documents one by one.")
-    first = boundaries.first_answer
-    prompts, answers = zip(*(x.split([first, x.shape[1] - first], 1) for x in inputs), strict=True)
-    of_prompts, states = function(*prompts, boundaries=boundaries.prompts, output_final_state=True, **options)
-    assert states is not None
-    states = repeat_rows(states, boundaries.states)
-    of_answers, _ = function(*answers, boundaries=boundaries.answers, initial_state=states, **options)
-    return torch.cat([of_prompts, of_answers], dim=1), None
+    key_dim, normalizes = inputs[1].shape[-1], options.get("use_qk_l2norm_in_kernel", False)
+    levels, sources, destinations = boundaries.levels(reads=key_dim)
+    if sources is not None:
+        inputs = tuple(repeat_rows(x[0], sources)[None] for x in inputs)
+    parts = zip(*(x.split([level.length for level in levels], 1) for x in inputs), strict=True)
+    outputs: list[torch.Tensor] = []
+    states: torch.Tensor | None = None
+    for level, rows in zip(levels, parts, strict=True):
+        if level.states is not None:
+            assert states is not None
+            states = repeat_rows(states, level.states)
+        if level.places is not None:
+            rows = _with_reads(rows, level, no_decay, normalizes)
+        output, states = function(
+            *rows, boundaries=level.boundaries, initial_state=states, output_final_state=level.continued, **options
+        )
+        if level.places is not None:
+            own, reads = (output[0].index_select(0, places) for places in level.places)
+            # [reads, K, HV, V] -> [reads, HV, K, V]. The rule has divided queries by the root of their size.
+            reads = reads.unflatten(0, (-1, key_dim)).transpose(1, 2) * key_dim**0.5
+            output, states = own[None], torch.cat([states, reads.to(states.dtype)])
+        outputs.append(output)
+    output = torch.cat(outputs, dim=1)
+    return output if destinations is None else repeat_rows(output[0], destinations)[None], None
+
+
+def _with_reads(
+    rows: tuple[torch.Tensor, ...], level: Level, no_decay: float, normalizes: bool
+) -> tuple[torch.Tensor, ...]:
+    """Insert the tokens that read states. With unit vectors as queries, their outputs are the rows of the state.
+
+    They have no key and no rate, so they leave the state as it is.
+    """
+    assert level.places is not None
+    own, reads = level.places
+    shape = 1, level.boundaries.total_length
+    query, *others = (
+        x.new_full((*shape, *x.shape[2:]), fill).index_copy(1, own, x)
+        for x, fill in zip(rows, (0.0, 0.0, 0.0, no_decay, 0.0), strict=True)
+    )
+    unit = torch.eye(query.shape[-1], dtype=query.dtype, device=query.device)
+    # Normalization adds a small number to the squared length, which has to be smaller than its rounding.
+    units = (unit * 2.0**15 if normalizes else unit).repeat(len(reads) // len(unit), 1)
+    return query.index_copy(1, reads, units[None, :, None].expand(-1, -1, query.shape[2], -1)), *others
 
 
 @for_rows(SharedPrompts)
 def gated_delta_rule(*inputs: torch.Tensor, boundaries: SharedPrompts, **options: Any) -> tuple[torch.Tensor, None]:
     """[`ops.gated_delta_rule`] on a row with shared prompts: query, key, value, g and beta `[1, T, heads, ...]`."""
-    return _of_prompts(rule, *inputs, boundaries=boundaries, **options)
+    return _by_levels(rule, *inputs, boundaries=boundaries, **options)
 
 
 @for_rows(SharedPrompts)
 def kimi_delta_rule(*inputs: torch.Tensor, boundaries: SharedPrompts, **options: Any) -> tuple[torch.Tensor, None]:
     """[`ops.kimi_delta_rule`] on a row with shared prompts: query, key, value, g and beta `[1, T, heads, ...]`."""
-    return _of_prompts(rule_by_channel, *inputs, boundaries=boundaries, **options)
+    # The layer's gate makes the decay from a projection.
+    no_decay = 0.0 if options.get("a_log") is None else -3e4
+    return _by_levels(rule_by_channel, *inputs, boundaries=boundaries, no_decay=no_decay, **options)

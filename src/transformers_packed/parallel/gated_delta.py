@@ -34,7 +34,7 @@ from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error, unsupported
 from ..ops.backends import fla
-from ..ops.convolution import check_channels, check_heads, triton_qkv, verify_triton_qkv
+from ..ops.convolution import check_channels, check_heads, slots_of, triton_qkv, verify_triton_qkv
 from ..ops.dispatch import for_rows, ran
 from ..ops.gated_delta_rule import check_groups
 from .collectives import all_gather, all_to_all, tie
@@ -117,7 +117,8 @@ def causal_conv1d_qkv(
         # The kernel takes the halo as a separate tensor, so neither the part nor the results are copied.
         ran("causal_conv1d_qkv", "triton")
         x, halo = _halo(boundaries, hidden_states, weight.shape[-1])
-        return triton_qkv(x, *call, boundaries=boundaries, halo=(halo[0], range(1)), **heads)
+        slots = slots_of(boundaries, range(1), weight.shape[-1] - 1)
+        return triton_qkv(x, *call, boundaries=boundaries, halo=(halo[0], slots), **heads)
     x, whole, before = _with_halo(boundaries, hidden_states, weight.shape[-1])
     return tuple(y[:, before:] for y in ops.causal_conv1d_qkv(x, *call, boundaries=whole, impl=impl, **heads))
 
