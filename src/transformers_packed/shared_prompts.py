@@ -75,6 +75,14 @@ class SharedPrompts(SequenceBoundaries):
         return tokens[None] - starts[self.seq_idx.long()]
 
     @derived_property
+    def tokens(self) -> list[torch.Tensor]:
+        """For each document, the int64 indices of its ancestors' tokens and its own."""
+        found: list[torch.Tensor] = []
+        for own, parent in zip(torch.arange(self.total_length).split(self.lengths), self.parent_of, strict=True):
+            found.append(torch.cat([found[parent], own]) if parent >= 0 else own)
+        return found
+
+    @derived_property
     def runs(self) -> SequenceBoundaries:
         """The boundaries of the runs. A run consists of documents that directly follow their parents."""
         starts = [start for start, _ in self._runs]

@@ -3,6 +3,7 @@
 import copy
 import gc
 import unittest
+from itertools import accumulate
 from unittest import mock
 
 import peft
@@ -31,7 +32,7 @@ from transformers_packed import (
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.registry import has_our_classes
-from transformers_packed.ops import gated_delta_rule
+from transformers_packed.ops import gated_delta_rule, prompts
 from transformers_packed.training import checks, evaluation, setup
 
 
@@ -443,6 +444,21 @@ class OwnLoopTest(unittest.TestCase):
         self.assertEqual((found.documents, found.leak), (4, 0.0))
         self.assertAlmostEqual(found.loss, found.loss_alone, places=5)
         self.assertTrue(all(p.grad is None for p in self.model.parameters()))
+
+    def test_a_tree(self):
+        lengths, parent_of = [9, 7, 4, 1, 8, 5], [-1, -1, 0, 0, 2, 1]
+        ids = torch.arange(1, 1 + sum(lengths))[None]
+        batch = {"input_ids": ids, "labels": ids, "parent_of": torch.tensor(parent_of)}
+        batch["cu_seqlens"] = torch.tensor([0, *accumulate(lengths)])
+        model = patch_model(self.model)
+        found = verify_packing(model, batch)
+        self.assertEqual((found.documents, found.leak), (6, 0.0))
+        self.assertAlmostEqual(found.loss, found.loss_alone, places=5)
+        with (
+            mock.patch.object(prompts, "repeat_rows", lambda x, copies: x[copies.rows.flip(0)]),
+            self.assertRaisesRegex(ValueError, "expected no gradient between the 6 documents of a row"),
+        ):
+            verify_packing(model, batch)
 
     def test_a_stock_model(self):
         with self.assertRaisesRegex(ValueError, r"no gradient between the 4 documents of a row, got one of \d"):

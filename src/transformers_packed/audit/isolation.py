@@ -18,14 +18,23 @@ class UnseenError(RuntimeError):
     """A model does not show what a measurement needs."""
 
 
-def leak_between(model, forward: Callable[[], Any], batch: Mapping[str, Any], places: list[torch.Tensor]) -> float:
-    """The largest gradient of a document's last hidden states at other documents, relative to the largest at its own."""
+def leak_between(
+    model,
+    forward: Callable[[], Any],
+    batch: Mapping[str, Any],
+    places: list[torch.Tensor],
+    sources: list[torch.Tensor] | None = None,
+) -> float:
+    """The largest gradient of a document's last hidden states at other documents, relative to the largest at its own.
+
+    `sources` are the tokens that each document may depend on, by default its own.
+    """
     with watch(model) as seen:
         forward()
     embeddings, hidden = seen.embeddings, seen.hidden
     if embeddings is None or hidden is None:
         raise UnseenError("the model shows no embeddings or no last hidden states")
-    of_input, of_output = (indices_of(x, batch, places) for x in (embeddings, hidden))
+    of_input, of_output = indices_of(embeddings, batch, sources or places), indices_of(hidden, batch, places)
     weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
     largest = inside = 0.0
     for number, place in enumerate(of_output):

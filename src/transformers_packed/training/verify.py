@@ -16,6 +16,7 @@ from ..errors import input_error
 from ..models.cuda_graphs import without_graphs
 from ..models.float8 import has_float8
 from ..models.inputs import resolve_boundaries
+from ..shared_prompts import SharedPrompts
 from .restore import as_before
 
 
@@ -62,6 +63,7 @@ def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified
         batch (`Mapping`):
             A packed row on the device of the model: `input_ids` `[1, T]` with boundaries, such as the output of
             [`DataCollatorWithFlattening`], and `labels` `[1, T]` (optional). A row of some hundred tokens is enough.
+            With shared prompts, a document alone is the one that its ancestors and it are together.
 
     Returns:
         [`Verified`]: the figures.
@@ -85,40 +87,47 @@ def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified
     ```
     """
     boundaries = resolve_boundaries(dict(batch))
-    if boundaries is None or boundaries.num_documents < 2 or boundaries.share_prompts:
-        got = "no boundaries" if boundaries is None else f"{boundaries.num_documents} documents, or shared prompts"
+    if boundaries is None or boundaries.num_documents < 2:
+        got = "no boundaries" if boundaries is None else f"{boundaries.num_documents} document"
         raise input_error("a packed row of several documents", got, "Pass a batch of DataCollatorWithFlattening.")
     if any(base.__module__.startswith("torch.distributed.fsdp") for x in model.modules() for base in type(x).__mro__):
         raise input_error("a model without FSDP", "one that it shards", "Verify the model before sharding it.")
-    ends = boundaries.cu_seqlens.tolist()
-    places = [torch.arange(*pair) for pair in zip(ends, ends[1:], strict=False)]
+    places = list(torch.arange(boundaries.total_length).split(boundaries.lengths))
+    # A document may depend on those that it continues. They come first.
+    sources, few = places, slice(4)
+    if isinstance(boundaries, SharedPrompts):
+        sources, few = boundaries.tokens, slice(-4, None)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     with without_graphs(inner), as_before(inner, next(inner.parameters()).device):
-        leak = leak_between(inner, lambda: inner(**batch), batch, places[:4])
+        leak = leak_between(inner, lambda: inner(**batch), batch, places[few], sources[few])
         check_leak(leak, len(places))
-        loss, alone = _losses(inner, batch, places)
+        loss, alone = _losses(inner, batch, sources, boundaries.lengths)
     if loss is not None and alone is not None and not abs(loss - alone) <= BARS[precision_of(inner)][0] * abs(alone):
         raise DifferenceError(f"{difference('the documents alone', loss, alone)} {PADDED}")
     return Verified(len(places), leak, loss, alone)
 
 
-def _losses(model: torch.nn.Module, batch: Mapping[str, Any], places: list) -> tuple[float | None, float | None]:
+def _losses(
+    model: torch.nn.Module, batch: Mapping[str, Any], sources: list[torch.Tensor], lengths: list[int]
+) -> tuple[float | None, float | None]:
     """The loss of a row, and the mean of the losses of its documents alone, if it has a label for each token."""
     labels = batch.get("labels")
     if labels is None or labels.shape != batch["input_ids"].shape:
         return None, None
     with quiet(model), torch.no_grad():
         row = model(**batch).loss.item()
-        parts = [_alone(model, batch, labels, place) for place in places]
+        parts = [_alone(model, batch, labels, *part) for part in zip(sources, lengths, strict=True)]
     counts = sum(count for _, count in parts)
     return row, sum(loss * count for loss, count in parts) / counts if counts else None
 
 
-def _alone(model: torch.nn.Module, batch: Mapping[str, Any], labels: torch.Tensor, place: torch.Tensor):
-    """The loss of a document alone, and its targets."""
-    targets = labels[:, place]
-    count = int((targets[:, 1:] != IGNORED_LABEL).sum())
-    ids = batch["input_ids"][:, place]
+def _alone(model: torch.nn.Module, batch: Mapping[str, Any], labels: torch.Tensor, source: torch.Tensor, length: int):
+    """The loss of the last `length` tokens of a document alone, and its targets."""
+    targets = labels[:, source]
+    # The row has no target for the first one either.
+    targets[:, : len(source) - length + 1] = IGNORED_LABEL
+    count = int((targets != IGNORED_LABEL).sum())
+    ids = batch["input_ids"][:, source]
     return (model(input_ids=ids, labels=targets, use_cache=False).loss.item() if count else 0.0), count
 
 
