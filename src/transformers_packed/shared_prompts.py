@@ -83,6 +83,28 @@ class SharedPrompts(SequenceBoundaries):
         return found
 
     @derived_property
+    def successors(self) -> "Successors":
+        """The row of all tokens that follow another one in their document, which the first one of a tree does not."""
+        device = self.cu_seqlens.device
+        before: list[torch.Tensor] = []
+        lengths: list[int] = []
+        numbers: list[int] = []
+        parents: list[int] = []
+        for path, length, parent in zip(self.tokens, self.lengths, self.parent_of, strict=True):
+            # The token before the first one is in the parent. A tree of one token has none with a token before.
+            before.append(path[max(len(path) - length - 1, 0) : -1])
+            numbers.append(len(lengths) if len(before[-1]) else -1)
+            if len(before[-1]):
+                lengths.append(len(before[-1]))
+                parents.append(numbers[parent] if parent >= 0 else -1)
+        boundaries = SequenceBoundaries.from_lengths(lengths, device=device)
+        if max(parents) >= 0:
+            boundaries = SharedPrompts.of(boundaries, parents)
+        follows = [path[len(path) - len(x) :] for path, x in zip(self.tokens, before, strict=True)]
+        tokens = torch.cat(follows).to(device, non_blocking=True)
+        return Successors(boundaries, Copies.of(torch.cat(before).numpy(), device), tokens)
+
+    @derived_property
     def runs(self) -> SequenceBoundaries:
         """The boundaries of the runs. A run consists of documents that directly follow their parents."""
         starts = [start for start, _ in self._runs]
@@ -229,6 +251,14 @@ class Copies(NamedTuple):
             move += [ordered[of_row], order[of_row[:, None] + np.arange(count)]]
         source, *pairs = (torch.from_numpy(x).to(device, non_blocking=True) for x in move)
         return cls(source, list(zip(pairs[::2], pairs[1::2], strict=True)))
+
+
+class Successors(NamedTuple):
+    """A row of tokens that follow others: its boundaries, the tokens before them, and the tokens `[T']` themselves."""
+
+    boundaries: SequenceBoundaries
+    before: Copies
+    tokens: torch.Tensor
 
 
 class Level(NamedTuple):

@@ -130,6 +130,29 @@ class EqualityTest(unittest.TestCase):
             batch["use_cache"] = False
         self.check(model, model(**batch, packs_padding=packs).loss, alone(model, samples))
 
+    @parameterized.expand([(family, tree) for family in FAMILIES for tree in ("groups", "tokens", "conversation")])
+    def test_a_tree_equals_its_paths(self, family, tree):
+        """A target counts once, in the path to its document."""
+        parent_of = {
+            "groups": [-1, -1, 0, 0, 0, 1],
+            "tokens": [-1, 0, 0, 1, -1, 4],
+            "conversation": [-1, 0, 1, 2, 0, 1],
+        }
+        lengths = [1, 2, 1, 66, 1, 3] if tree == "tokens" else [7, 2, 66, 5, 3, 20]
+        model, samples, paths = make_model(family), make_samples(lengths), []
+        batch = packed(samples) | {"parent_of": torch.tensor(parent_of[tree])}
+        # The model continues those of parents.
+        del batch["position_ids"]
+        for sample, parent in zip(samples, parent_of[tree], strict=True):
+            ids = paths[parent]["input_ids"] if parent >= 0 else []
+            own = [-100, *sample["labels"][1:]]
+            paths.append({"input_ids": ids + sample["input_ids"], "labels": [-100] * len(ids) + own})
+        model.mtp.record = []
+        loss = model(**batch).loss
+        self.assertEqual(model.mtp.record.pop()[1], targets_of(paths)[1])
+        self.assertEqual(int((mtp_targets_of_batch(batch) != -100).sum()), targets_of(paths)[1])
+        self.check(model, loss, alone(model, paths))
+
     def test_rows_without_a_mask_are_documents(self):
         model, samples = make_model("dense"), make_samples((9, 9, 9))
         batch = {name: torch.tensor([s[name] for s in samples]) for name in ("input_ids", "labels")}
@@ -399,10 +422,12 @@ class CheckpointTest(unittest.TestCase):
         loaded.config.mtp_num_hidden_layers = 1
         self.assertRaisesRegex(ValueError, f"tensors mtp\\.\\* in {self.folder}, got none", add_mtp, loaded)
 
-    def test_shared_prompts_are_refused(self):
-        model, samples = make_model("dense"), make_samples((5, 4, 4))
-        batch = packed(samples) | {"parent_of": torch.tensor([-1, 0, 0])}
-        self.assertRaisesRegex(ValueError, "shared prompts", model, **batch)
+    def test_a_padded_batch_with_shared_prompts(self):
+        model, prompt = make_model("dense"), [*range(1, 80)]
+        model.share_prompts = True
+        samples = [{"input_ids": [*prompt, x], "labels": [*prompt, x]} for x in (3, 4)]
+        batch = padded(samples, "right") | {"use_cache": False}
+        self.assertRaisesRegex(ValueError, "got a padded batch with shared prompts", model, **batch)
 
 
 if __name__ == "__main__":

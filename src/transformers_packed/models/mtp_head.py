@@ -25,7 +25,9 @@ from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries
 from ..errors import input_error
 from ..ops import linear_cross_entropy
 from ..ops.cross_entropy import FROZEN_CHUNK_SIZE, TargetCount, shift_labels
+from ..ops.prompts import repeat_rows
 from ..parallel.collectives import all_gather
+from ..shared_prompts import SharedPrompts, Successors
 from .families import OWN, families_of, family_of, titles
 from .inputs import resolve_boundaries
 from .masks import is_padding, read_padding
@@ -60,6 +62,9 @@ class MtpRow:
             The documents of the row. The rows of a padded batch are documents.
         batch (`PaddedBatch`, *optional*):
             The places of the row's tokens in a batch that is not packed.
+        successors ([`Successors`], *optional*):
+            The rows of the head, if documents continue others. The last token of a document is then followed by the
+            first token of each of its children, which has a row of the head in the child.
     """
 
     embeddings: torch.Tensor = field(init=False)
@@ -68,6 +73,7 @@ class MtpRow:
     position_embeddings: tuple[torch.Tensor, torch.Tensor] = field(init=False)
     boundaries: SequenceBoundaries = field(init=False)
     batch: PaddedBatch | None = None
+    successors: Successors | None = None
 
     def embed(self, model: Any, inputs: dict[str, Any]) -> None:
         """Embed the tokens of a text model's forward, so that trunk and head read the same embeddings."""
@@ -91,16 +97,34 @@ class MtpRow:
             packed = batch.packed({"inputs_embeds": self.embeddings, "position_ids": position_ids})
             self.embeddings, position_ids = packed["inputs_embeds"], packed["position_ids"]
             self.hidden_states = self.of_row(hidden_states)
-        if boundaries.share_prompts:
-            expected = "documents of their own for multi-token prediction (mtp)"
-            raise input_error(expected, "shared prompts, which are followed by several tokens", "Do not share them.")
+        if batch is not None and batch.shared is not None:
+            expected = "rows that are documents of their own for multi-token prediction (mtp)"
+            raise input_error(expected, "a padded batch with shared prompts", "Do not share them.")
         self.boundaries = boundaries
         assert position_ids is not None
+        if isinstance(boundaries, SharedPrompts):
+            self.successors = boundaries.successors
+            position_ids = position_ids.index_select(-1, self.successors.before.rows)
         if position_ids.ndim == 3 and len(position_ids) == 4:
             # The first row is the position in the text.
             position_ids = position_ids[1:]
         self.position_ids = position_ids
         self.position_embeddings = model.rotary_emb(self.embeddings, position_ids)
+
+    @property
+    def documents(self) -> SequenceBoundaries:
+        """The boundaries of the rows of the head."""
+        return self.boundaries if self.successors is None else self.successors.boundaries
+
+    def own(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return for each row of the head what belongs to its token, from the row `[1, T, ...]`."""
+        return tokens if self.successors is None else repeat_rows(tokens[0], self.successors.before)[None]
+
+    def following(self, tokens: torch.Tensor, fill: float) -> torch.Tensor:
+        """Return for each row of the head what belongs to the token after its own, and `fill` if there is none."""
+        if self.successors is None:
+            return following(tokens, self.boundaries, fill)
+        return tokens.index_select(1, self.successors.tokens)
 
     def of_row(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return what belongs to the tokens of the row `[1, T, ...]`, from all tokens of the batch `[B, L, ...]`."""
@@ -188,7 +212,7 @@ class MtpHead(torch.nn.Module):
             position_embeddings=row.position_embeddings,
             attention_mask=None,
             position_ids=None,
-            **row.boundaries.layer_kwargs(),
+            **row.documents.layer_kwargs(),
         )
         return self.norm(hidden_states)
 
@@ -197,7 +221,7 @@ class MtpHead(torch.nn.Module):
         hidden_states, embeddings = row.hidden_states, row.embeddings
         if self.detached:
             hidden_states, embeddings = hidden_states.detach(), embeddings.detach()
-        return self.join(following(embeddings, row.boundaries, 0), hidden_states)
+        return self.join(row.following(embeddings, 0), row.own(hidden_states))
 
     def join(self, embeddings: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Combine the embeddings of the next tokens and hidden states, both `[1, T, hidden]`."""
@@ -377,7 +401,7 @@ class MtpStep:
         row = self.row
         # No target of the trunk is in another document, but a caller may not have masked it.
         shifted = fill_ends(row.of_row(self.shifted), row.boundaries, _IGNORED)
-        targets = following(shifted, row.boundaries, _IGNORED)
+        targets = row.following(shifted, _IGNORED)
         number = int(self.number or TargetCount(targets, _IGNORED))
         # Without a target, the loss is 0, and the head gets gradients of 0.
         items = (
@@ -394,7 +418,7 @@ class MtpStep:
         same: Any = (0, 0)
         if head.compares:
             rows = (targets[0] != _IGNORED).nonzero()[:, 0]
-            own = following(self.row.hidden_states, self.row.boundaries, 0)
+            own = self.row.following(self.row.hidden_states, 0)
             drafted, chosen = (first_choices(model.lm_head, x[0].index_select(0, rows)) for x in (hidden_states, own))
             same = (drafted == chosen).sum(), len(rows)
         sums = losses.sum(), (targets != _IGNORED).sum(), *same
@@ -417,6 +441,8 @@ def mtp_targets_of_batch(batch: Mapping[str, Any]) -> torch.Tensor | None:
         shifted = shifted[..., 1:]
         return shifted if mask is None else shifted.masked_fill(mask[:, :-1].to(shifted.device) == 0, _IGNORED)
     starts, ends = boundaries.cu_seqlens[:-1].long(), boundaries.cu_seqlens[1:].long() - 1
+    if isinstance(boundaries, SharedPrompts):
+        starts = starts[[parent < 0 for parent in boundaries.parent_of]]
     if boundaries.is_shard:
         shard: Any = boundaries
         starts, ends = starts[int(shard.tokens_before > 0) :], ends[: len(ends) - shard.goes_on]
