@@ -2,28 +2,22 @@
 
 import unittest
 from functools import lru_cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 from common.gpu import TOTAL, kept, lengths_of, report, synchronising_is_an_error
+from common.mixing_ops import BARS, AttentionCase, ConvCase, RuleCase, run_with_gradients
 from parameterized import parameterized
-from transformers import Qwen3_5TextConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, eager_attention_forward
 
 from transformers_packed import SequenceBoundaries
-from transformers_packed.ops import attention, causal_conv1d, gated_delta_rule
 from transformers_packed.ops.attention import IMPLEMENTATIONS as ATTENTION
 from transformers_packed.ops.convolution import IMPLEMENTATIONS as CONV
 from transformers_packed.ops.gated_delta_rule import IMPLEMENTATIONS as RULE
 
 
-KEY_HEADS, VALUE_HEADS, DIM, CHANNELS = 2, 4, 128, 512
-HEADS, KEY_VALUE_HEADS, HEAD_DIM = 2, 1, 256
 SMALL = [1, 130, 2, 64, 3, 63, 300, 65, 1, 129, 256]
 # cuDNN computes long documents: a batch of two, one alone, and a rest for another kernel.
 LONG = [9000, 130, 8800, 1, 20000]
-BARS = {torch.bfloat16: (2e-2, 5e-2), torch.float32: (1e-4, 1e-4)}
 
 
 def lengths_for(impl: str, short: list[int]) -> list[int]:
@@ -36,81 +30,6 @@ def tilelang_serves() -> bool:
     from fla.ops.common.backends.tilelang import CommonTileLangBackend
 
     return CommonTileLangBackend.can_use()
-
-
-class RuleCase:
-    """Inputs and call of the gated delta rule. The cases of other ops have the same methods."""
-
-    name = "gated_delta_rule"
-    output_shape = (VALUE_HEADS, DIM)
-
-    def make(self, length):
-        generator = torch.Generator().manual_seed(length)
-        normal = lambda *shape: torch.randn(1, length, *shape, generator=generator)  # noqa: E731
-        return [
-            normal(KEY_HEADS, DIM),
-            normal(KEY_HEADS, DIM),
-            normal(VALUE_HEADS, DIM),
-            -torch.nn.functional.softplus(normal(VALUE_HEADS) - 2),
-            normal(VALUE_HEADS).sigmoid(),
-        ]
-
-    def cast(self, inputs, device, dtype):
-        """Move to the device and the dtype, except the decay, which is float32 in every model."""
-        return [x.to(device, torch.float32 if i == 3 else dtype) for i, x in enumerate(inputs)]
-
-    def run(self, impl, inputs, boundaries):
-        return gated_delta_rule(*inputs, boundaries=boundaries, use_qk_l2norm_in_kernel=True, impl=impl)[0]
-
-
-class ConvCase(RuleCase):
-    name = "causal_conv1d"
-    output_shape = (CHANNELS,)
-
-    def make(self, length):
-        generator = torch.Generator().manual_seed(length)
-        row = torch.randn(1, length, CHANNELS, generator=generator)
-        return [row, torch.randn(CHANNELS, 4, generator=generator) / 2]
-
-    def cast(self, inputs, device, dtype):
-        return [x.to(device, dtype) for x in inputs]
-
-    def run(self, impl, inputs, boundaries):
-        return causal_conv1d(*inputs, None, "silu", boundaries=boundaries, impl=impl)
-
-
-class AttentionCase(ConvCase):
-    output_shape = (HEADS, HEAD_DIM)
-
-    def __init__(self, implementation):
-        self.name = f"attention ({implementation})"
-        config = Qwen3_5TextConfig(
-            hidden_size=64, num_attention_heads=HEADS, num_key_value_heads=KEY_VALUE_HEADS, head_dim=HEAD_DIM
-        )
-        self.modules = {}
-        for name in {implementation, "sdpa"}:
-            self.modules[name] = Qwen3_5Attention(config, layer_idx=0)
-            self.modules[name].config = SimpleNamespace(_attn_implementation=name)
-        self.implementation = implementation
-
-    def make(self, length):
-        generator = torch.Generator().manual_seed(length)
-        shapes = (HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)
-        return [torch.randn(1, length, heads, HEAD_DIM, generator=generator) for heads in shapes]
-
-    def run(self, impl, inputs, boundaries):
-        name = "sdpa" if impl in ("reference", "per_document(sdpa)") else self.implementation
-        impl = "per_document(sdpa)" if impl == "reference" else impl
-        rows = (x.transpose(1, 2) for x in inputs)
-        return attention(
-            self.modules[name],
-            *rows,
-            None,
-            eager=eager_attention_forward,
-            scaling=HEAD_DIM**-0.5,
-            boundaries=boundaries,
-            impl=impl,
-        )[0]
 
 
 RULE_CASE, CONV_CASE, SDPA_CASE, FLEX_CASE = (
@@ -136,13 +55,6 @@ def named(cases):
     """Prepend a name to each case, for the names of the tests."""
     plain = lambda x: str(x).removeprefix("torch.").replace("(", "_").replace(")", "")  # noqa: E731
     return [("_".join(plain(getattr(x, "name", x)) for x in case).replace(" ", ""), *case) for case in cases]
-
-
-def run_with_gradients(case, impl, inputs, weight, boundaries):
-    """Return the output, and the gradients of its sum weighted by `weight`."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    output = case.run(impl, leaves, boundaries)
-    return [output.detach(), *torch.autograd.grad((output.float() * weight).sum(), leaves)]
 
 
 @lru_cache

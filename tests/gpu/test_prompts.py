@@ -1,19 +1,26 @@
-"""Shared prompts on a GPU, against the same documents without sharing: `make test-gpu`."""
+"""Shared prompts and trees of documents on a GPU, against the same documents without sharing: `make test-gpu`."""
 
 import copy
 import unittest
+from functools import cache
 
 import pytest
 import torch
+from common.fused import errors
 from common.gpu import report
+from common.mixing_ops import BARS, AttentionCase, ConvCase, KimiCase, QkvCase, RuleCase, run_with_gradients
 from common.real_heads import FAMILIES, REAL_HEADS
+from common.trees import ROWS, documents_of, make_row
 from mixins.model import gradients, padded_batch, total_relative_error
 from parameterized import parameterized
 from transformers import set_seed
 
+from transformers_packed import SequenceBoundaries, audit_model
 from transformers_packed.ops import dispatch, implementations_used
 
 
+TREES = "branches", "depth_first", "conversation"
+MIXERS = RuleCase(), KimiCase(None), KimiCase(-5.0), ConvCase(), QkvCase(), AttentionCase("sdpa")
 PROMPTS, ANSWERS = (300, 2, 131), ((200, 64, 1), (70, 3), (5, 129, 90, 2))
 
 
@@ -88,6 +95,84 @@ class SharedPromptsTest(unittest.TestCase):
         self.assertTrue(torch.equal(a.loss, b.loss))
         for name, gradient in first.items():
             self.assertTrue(torch.equal(gradient, second[name]), name)
+
+
+class OneByOne:
+    """A case of an op on each document of a row alone, after its ancestors."""
+
+    def __init__(self, case, row, has_ancestors):
+        self.case, self.row, self.has_ancestors = case, row, has_ancestors
+
+    def run(self, impl, inputs, boundaries):
+        outputs = []
+        for tokens, own in documents_of(self.row):
+            tokens = tokens if self.has_ancestors else tokens[-own:]
+            rows = [x[:, tokens] if x.shape[:2] == (1, self.row.total_length) else x for x in inputs]
+            outputs.append(self.case.run(impl, rows, SequenceBoundaries.from_lengths([len(tokens)]))[:, -own:])
+        return torch.cat(outputs, 1)
+
+
+@cache
+def tree_reference(case, name, has_ancestors=True):
+    """Return inputs rounded to bfloat16, the weight of outputs, and the results of the CPU in float64."""
+    row = make_row(name)
+    inputs = [x.float() for x in case.cast(case.make(row.total_length), "cpu", torch.bfloat16)]
+    shape = 1, row.total_length, *case.output_shape
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    alone = OneByOne(case, row, has_ancestors)
+    return inputs, weight, run_with_gradients(alone, "reference", [x.double() for x in inputs], weight, None)
+
+
+def tree_errors(case, name, dtype, has_ancestors=True):
+    """Return the largest error of a document's outputs, and of a gradient."""
+    inputs, weight, expected = tree_reference(case, name, has_ancestors)
+    dispatch._used.clear()
+    row = make_row(name).to("cuda")
+    actual = run_with_gradients(case, "auto", case.cast(inputs, "cuda", dtype), weight.cuda(), row)
+    actual = [x.cpu() for x in actual]
+    outputs = errors(*(x[0].split(row.lengths, 1) for x in (actual, expected)))
+    return max(outputs), max(errors(actual[1:], expected[1:]))
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class TreesTest(unittest.TestCase):
+    """Documents that continue others, to any depth. In levels, levels apart, and with states that tokens read."""
+
+    @parameterized.expand(
+        [(f"{case.name}_{name}_{dtype}", case, name, dtype) for case in MIXERS for name in TREES for dtype in BARS]
+    )
+    def test_equals_documents_with_their_ancestors(self, _, case, name, dtype):
+        output, gradient = tree_errors(case, name, dtype)
+        used = implementations_used()[case.name.split()[0]]
+        report(f"{case.name}: {name}, {dtype}", output=output, gradient=gradient, used=used)
+        self.assertLess(output, BARS[dtype][0])
+        self.assertLess(gradient, BARS[dtype][1])
+        if dtype == torch.bfloat16:
+            self.assertNotIn("reference", used)
+
+    @parameterized.expand([(case.name, case) for case in MIXERS])
+    def test_the_comparison_can_fail(self, _, case):
+        output, gradient = tree_errors(case, "conversation", torch.bfloat16, has_ancestors=False)
+        self.assertGreater(output, 10 * BARS[torch.bfloat16][0])
+        self.assertGreater(gradient, BARS[torch.bfloat16][1])
+
+    @parameterized.expand([(name, dtype) for name in TREES for dtype in BARS])
+    def test_isolation(self, name, dtype):
+        """Siblings and cousins have no influence on each other, to the bit, in forward and backward."""
+        cls, config_class, options = FAMILIES["qwen3_5"]
+        set_seed(0)
+        model = cls._from_config(config_class(**REAL_HEADS | options), dtype=dtype).cuda()
+        (lengths, parent_of), depends = ROWS[name], []
+        for document, parent in enumerate(parent_of):
+            depends.append({document, *(depends[parent] if parent >= 0 else ())})
+        report_of_row = audit_model(model, lengths=lengths, parent_of=parent_of)
+        self.assertTrue(report_of_row.ok, report_of_row)
+        result = report_of_row.sources["parent_of"]
+        for matrix in (result.influence, result.backward):
+            for i, line in enumerate(matrix):
+                for j, size in enumerate(line):
+                    self.assertEqual(size != 0, i in depends[j], (i, j, size))
 
 
 if __name__ == "__main__":
