@@ -14,6 +14,7 @@ from parameterized import parameterized
 from transformers_packed.models.experts import weights_of
 from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
 from transformers_packed.ops import choose_experts, experts
+from transformers_packed.ops.dequantization import dequantize_4bit, dequantize_rows
 from transformers_packed.ops.terms import Adapter
 
 
@@ -85,6 +86,35 @@ class CudaQuantizedExpertsTest(unittest.TestCase):
         # The weights are those of the library, and near the given ones.
         for x, given in zip(plain, self.weights, strict=True):
             self.assertLess(float((x - given).norm() / given.norm()), 0.15)
+
+    @parameterized.expand(
+        (f"{kind}_{str(dtype)[6:]}", kind, dtype)
+        for kind in ("nf4", "nf4-double", "fp4", "fp4-double")
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    )
+    def test_kernel_has_the_bits_of_bitsandbytes(self, _, kind, dtype):
+        from bitsandbytes.functional import dequantize_4bit as theirs
+        from bitsandbytes.functional import quantize_4bit
+
+        options = {"quant_type": kind[:3], "compress_statistics": kind.endswith("double")}
+        for size, blocksize in ((1, 64), (2**20 + 2**14 + 77, 64), (2**26, 64), (300001, 256), (300000, 4096)):
+            packed, state = quantize_4bit(torch.randn(size, device="cuda").to(dtype), blocksize=blocksize, **options)
+            expected = theirs(packed, state).flatten()
+            for first, number in ((0, size), (size // 3, size // 3), (size // 128 * 64, size // 4), (size - 1, 1)):
+                found = dequantize_4bit(packed, state, first, number, impl="triton")
+                self.assertTrue(torch.equal(found, expected[first : first + number]), (size, blocksize, first))
+
+    @parameterized.expand([(torch.bfloat16,), (torch.float16,), (torch.float32,)])
+    def test_kernel_has_the_bits_of_torchao(self, dtype):
+        for shape in ((1, 1), (5, 3, 77), (4, 512, 2048), (3, 5000)):
+            stored = store(torch.randn(shape, device="cuda").to(dtype), "float8")
+            for piece in (slice(None), slice(1, 3)):
+                found = dequantize_rows(stored.qdata[piece], stored.scale[piece], dtype, impl="triton")
+                self.assertTrue(torch.equal(found, stored.dequantize()[piece]), (shape, piece))
+        values = torch.arange(256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)[None]
+        scale = torch.tensor([[3e-5]], device="cuda")
+        found, expected = (dequantize_rows(values, scale, dtype, impl=impl) for impl in ("triton", "reference"))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from ..errors import input_error
 from ..ops import experts
+from ..ops.dequantization import dequantize_rows
 from ..ops.dispatch import ran
-from ..ops.float8 import dequantized, float8_rows_of
+from ..ops.float8 import float8_rows_of
 from ..ops.moe import verify_triton
 from ..ops.terms import Adapter, DequantizedExperts
 from .experts_quantizer import ExpertsQuantizer
@@ -183,10 +184,10 @@ def _weight_of(weight: Any) -> torch.Tensor | DequantizedExperts | None:
     stored = float8_rows_of(weight)
     if stored is None:
         return None
+    values, scale = stored
 
-    def compute(first: int, last: int) -> torch.Tensor:
-        data, scale = (x[first:last] for x in stored)
-        return dequantized(data.flatten(0, 1), scale.flatten(), weight.dtype).view(data.shape)
+    def compute(first: int, last: int, impl: str = "auto") -> torch.Tensor:
+        return dequantize_rows(values[first:last], scale[first:last], weight.dtype, impl=impl)
 
     return DequantizedExperts(weight.shape, weight.dtype, compute)
 

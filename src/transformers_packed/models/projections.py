@@ -10,8 +10,9 @@ import torch
 from transformers.utils import logging
 
 from ..ops.backends import triton
+from ..ops.dequantization import dequantize_rows
 from ..ops.dispatch import ran
-from ..ops.float8 import dequantized, float8_rows_of
+from ..ops.float8 import float8_rows_of
 from ..ops.linear import fused_linears, product_dtype
 from ..ops.norm import gated_rms_norm
 from ..ops.terms import Adapter, Dequantized, Float8Weight, Projection
@@ -92,10 +93,9 @@ def _torchao_float8(layer, in_float8):
     stored = float8_rows_of(weight)
     if stored is None or not is_untouched(layer, torch.nn.Linear, parameters=(type(weight), torch.nn.Parameter)):
         return None
-    data, scale = stored[0], stored[1].flatten()
     if in_float8:
-        return Float8Weight(data, scale, weight.dtype)
-    return Dequantized(weight.shape, weight.dtype, lambda: dequantized(data, scale, weight.dtype))
+        return Float8Weight(stored[0], stored[1].flatten(), weight.dtype)
+    return Dequantized(weight.shape, weight.dtype, lambda: dequantize_rows(*stored, weight.dtype))
 
 
 def _bitsandbytes(layer, in_float8):

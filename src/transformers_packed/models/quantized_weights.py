@@ -6,7 +6,6 @@ parameters into ours.
 """
 
 import copy
-import math
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ aten = torch.ops.aten
 _DETACHED = (aten.detach.default, aten.alias.default)
 _COPIES = (aten.copy_.default, aten.set_.source_Tensor)
 _SHARDS = (aten.split.Tensor, aten.split_with_sizes.default)
-# bitsandbytes' kernels count elements in 32 bits.
-_MOST = 2**31
 
 
 class ExpertsIn4bit(torch.Tensor):
@@ -57,32 +54,25 @@ class ExpertsIn4bit(torch.Tensor):
         """Quantize weights `[E, out, in]` on their device. `double` quantizes the scales too."""
         from bitsandbytes.functional import quantize_4bit
 
-        if weights.numel() >= _MOST:
-            raise input_error(f"fewer than {_MOST:,} elements to quantize to 4 bit", f"{tuple(weights.shape)}")
+        from ..ops.dequantization import MOST
+
+        if weights.numel() >= MOST:
+            raise input_error(f"fewer than {MOST:,} elements to quantize to 4 bit", f"{tuple(weights.shape)}")
         return cls(*quantize_4bit(weights.contiguous(), quant_type=quant_type, compress_statistics=double))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ExpertsIn4bit({tuple(self.shape)}, {self.state.quant_type}, {self.dtype}, {self.device})"
 
-    def compute(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Return the weights of the experts from `first` to before `last`, in the dtype of products."""
-        from bitsandbytes.functional import dequantize_4bit
+    def compute(self, first: int = 0, last: int | None = None, impl: str = "auto") -> torch.Tensor:
+        """Return the weights of the experts from `first` to before `last`, in the dtype of products.
 
-        state, number = self.state, self.shape[0]
-        last = number if last is None else last
-        # Whole blocks, of scales too, may start before these experts and end after them. They are computed as one row,
-        # because bitsandbytes' code for CPUs is wrong for rows that are no multiples of blocks.
-        each = self.shape[1:].numel()
-        whole = state.blocksize * (state.state2.blocksize if state.nested else 1)
-        start, end = first * each // whole * whole, min(math.ceil(last * each / whole) * whole, self.numel())
-        some = copy.copy(state)
-        some.shape, some.absmax = torch.Size([end - start]), state.absmax[start // state.blocksize :]
-        some.absmax = some.absmax[: math.ceil((end - start) / state.blocksize)]
-        if state.nested:
-            some.state2 = copy.copy(state.state2)
-            some.state2.absmax = state.state2.absmax[start // whole : math.ceil(end / whole)]
-        values = dequantize_4bit(self.packed[start // 2 : (end + 1) // 2], some).flatten()
-        return values[first * each - start : last * each - start].view(last - first, *self.shape[1:])
+        `impl` is that of `dequantize_4bit`.
+        """
+        from ..ops.dequantization import dequantize_4bit
+
+        number, each = (self.shape[0] if last is None else last) - first, self.shape[1:].numel()
+        values = dequantize_4bit(self.packed, self.state, first * each, number * each, impl=impl)
+        return values.view(number, *self.shape[1:])
 
     def _whole(self) -> torch.Tensor:
         return self.compute().to(self.dtype)

@@ -106,11 +106,6 @@ def float8_rows_of(weight: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     return (data, scale) if rows and scale.dtype == torch.float32 and weight.act_quant_kwargs is None else None
 
 
-def dequantized(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the rows `[R, C]` in float8 times their scales `[R]`, in `dtype`."""
-    return (q.float() * scale[:, None]).to(dtype)
-
-
 def transposed(x: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
     """Write the transpose of `x` to `out`, cast with the scales of the rows if they are given, and fill up with zeros."""
     if x.is_cuda:

@@ -1,0 +1,76 @@
+"""Weights in 4 bit, with scales in float32 or in 8 bit, and weights in float8 with a scale for each row.
+
+A program computes whole blocks of 4 bit, so it reads and computes each scale once.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from . import ceil_div, on_its_device
+
+
+# Elements per program, of which a thread has as many as it stores at once in 16 bits.
+_ELEMENTS = 2048
+# A product and a sum in one operation would round once. bitsandbytes rounds twice.
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+
+
+@triton.jit(do_not_specialize=["first", "blocks"])
+def _from_4bit(
+    packed_ptr, absmax_ptr, code_ptr, inner_absmax_ptr, inner_code_ptr, offset_ptr, y_ptr, first, skip, number, bytes,
+    blocks, SIZE: tl.constexpr, INNER: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    # `y` starts with element `skip` of the block `first`.
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    at = (block * SIZE - skip)[:, None] + tl.arange(0, SIZE)[None, :]
+    block += first
+    absmax = tl.load(absmax_ptr + block, mask=block < blocks, other=0)
+    if INNER:
+        scale = tl.load(inner_absmax_ptr + block // INNER, mask=block < blocks, other=0.0)
+        absmax = tl.load(inner_code_ptr + absmax.to(tl.int32)) * scale + tl.load(offset_ptr)
+    byte = (block * (SIZE // 2))[:, None] + tl.arange(0, SIZE // 2)[None, :]
+    pair = tl.load(packed_ptr + byte, mask=byte < bytes, other=0).to(tl.int32)
+    left = (tl.load(code_ptr + (pair >> 4)) * absmax[:, None]).to(y_ptr.dtype.element_ty)
+    right = (tl.load(code_ptr + (pair & 15)) * absmax[:, None]).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + at, tl.interleave(left, right), mask=(at >= 0) & (at < number))
+
+
+@triton.jit
+def _from_float8(values_ptr, scale_ptr, y_ptr, C, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(values_ptr + row * C + column, mask=column < C, other=0.0).to(tl.float32)
+    y = values * tl.load(scale_ptr + row)
+    tl.store(y_ptr + row * C + column, y.to(y_ptr.dtype.element_ty), mask=column < C)
+
+
+@on_its_device
+def dequantize_4bit(packed: torch.Tensor, state: Any, first: int, number: int) -> torch.Tensor:
+    """Return the elements `[number]` from `first` on, in the dtype of `state`."""
+    y = torch.empty(number, dtype=state.dtype, device=packed.device)
+    inner, scales = state.state2, (None, None, None)
+    if inner is not None:
+        scales = inner.absmax, inner.code, state.offset
+    block, skip = divmod(first, state.blocksize)
+    blocks = max(1, _ELEMENTS // state.blocksize)
+    _from_4bit[(ceil_div(skip + number, blocks * state.blocksize),)](
+        packed, state.absmax, state.code, *scales, y, block, skip, number, packed.numel(), state.absmax.numel(),
+        state.blocksize, 0 if inner is None else inner.blocksize, blocks, **OPTIONS,
+    )  # fmt: skip
+    return y
+
+
+@on_its_device
+def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the rows `[..., C]` in float8 times their scales `[..., 1]`, in `dtype`."""
+    columns = values.shape[-1]
+    y = torch.empty(values.shape, dtype=dtype, device=values.device)
+    block = min(triton.next_power_of_2(columns), _ELEMENTS)
+    _from_float8[math.prod(values.shape[:-1]), ceil_div(columns, block)](
+        values.contiguous(), scale.contiguous(), y, columns, block, num_warps=max(block // 256, 1)
+    )
+    return y

@@ -1,0 +1,238 @@
+"""Weights in 4 bit and in float8 have the bits that bitsandbytes and torchao give them, on a CPU.
+
+tests/gpu/test_quantized_experts.py compares them on a GPU.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from importlib.util import find_spec
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from common.fused import guarded_buffers
+from mixins.triton import InterpretedKernelsTest, bad_input_tests
+from parameterized import parameterized
+
+from transformers_packed.ops.dequantization import dequantize_4bit, dequantize_rows
+
+
+if find_spec("bitsandbytes"):
+    from bitsandbytes import functional
+if find_spec("torchao"):
+    from torchao.quantization import Float8Tensor, PerRow
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BLOCK, WHOLE = 64, 64 * 256
+COMPILED = """
+import sys
+sys.modules["fla"] = sys.modules["causal_conv1d"] = None
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from transformers_packed.ops.backends.triton import dequantization as kernels
+
+def instructions(kernel, types, constants, options):
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    multiples = {(names.index(name),): [["tt.divisibility", 16]] for name in types if name not in ("first", "blocks")}
+    source = ASTSource(kernel, signature, constants, multiples)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+numbers = dict.fromkeys(("first", "skip", "number", "bytes", "blocks"), "i32")
+inner = dict.fromkeys(("inner_absmax_ptr", "inner_code_ptr", "offset_ptr"))
+for dtype in ("*bf16", "*fp16", "*fp32"):
+    four_bit = {"packed_ptr": "*u8", "absmax_ptr": "*fp32", "code_ptr": "*fp32", "y_ptr": dtype} | numbers
+    constants = {"SIZE": 64, "INNER": 0, "BLOCKS": 32}
+    plain = instructions(kernels._from_4bit, four_bit, constants | inner, kernels.OPTIONS)
+    four_bit |= {"absmax_ptr": "*u8"} | dict.fromkeys(inner, "*fp32")
+    double = instructions(kernels._from_4bit, four_bit, constants | {"INNER": 256}, kernels.OPTIONS)
+    rows = {"values_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "y_ptr": dtype, "C": "i32"}
+    rows = instructions(kernels._from_float8, rows, {"BLOCK": 2048}, {"num_warps": 8})
+    print(*("fma." in x for x in (plain, double, rows)), "add.rn.f32" in double)
+"""
+
+
+def quantize(size, dtype=torch.bfloat16, kind="nf4", double=True, blocksize=BLOCK):
+    weights = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return functional.quantize_4bit(weights, quant_type=kind, compress_statistics=double, blocksize=blocksize)
+
+
+def as_a_gpu_rounds():
+    """Make Triton's interpreter round to bfloat16, which it truncates to."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(values, input_dtype, output_dtype, mode):
+        if (input_dtype, output_dtype) != (tl.float32, tl.bfloat16):
+            return convert(values, input_dtype, output_dtype, mode)
+        return torch.from_numpy(np.array(values)).bfloat16().view(torch.uint16).numpy()
+
+    return mock.patch.object(interpreter, "_convert_float", rounded)
+
+
+class DequantizationTestCase(InterpretedKernelsTest):
+    def setUp(self):
+        super().setUp()
+        self.enterContext(as_a_gpu_rounds())
+
+    def check_bits(self, found, expected, message=None):
+        self.assertEqual((found.dtype, found.shape), (expected.dtype, expected.shape), message)
+        self.assertTrue(torch.equal(found, expected), message)
+
+
+@unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+class FourBitTest(DequantizationTestCase):
+    def setUp(self):
+        super().setUp()
+        # bitsandbytes compiles its code for odd sizes, for each of them.
+        self.enterContext(torch.compiler.set_stance("force_eager"))
+
+    def check(self, packed, state, *pieces):
+        expected = functional.dequantize_4bit(packed, state).flatten()
+        for first, number in ((0, len(expected)), *pieces):
+            for impl in ("auto", "reference", "bitsandbytes", "triton"):
+                found = dequantize_4bit(packed, state, first, number, impl=impl)
+                self.check_bits(found, expected[first : first + number], (impl, first, number))
+
+    @parameterized.expand(
+        (f"{kind}_{'double' if double else 'plain'}_{str(dtype)[6:]}_{size}", kind, double, dtype, size)
+        for kind in ("nf4", "fp4")
+        for double in (False, True)
+        for dtype in DTYPES
+        for size in (1, 63, BLOCK, 2 * WHOLE, 2 * WHOLE + 5 * BLOCK + 7)
+    )
+    def test_bits_of_bitsandbytes(self, _, kind, double, dtype, size):
+        pieces = (size // 3, size // 3), (size - 1, 1), (size // 2, 0), (size // 2, min(size // 2, 33))
+        self.check(*quantize(size, dtype, kind, double), *pieces)
+
+    @parameterized.expand([(32,), (128,), (1024,), (4096,)])
+    def test_other_blocks(self, blocksize):
+        for double in (False, True):
+            self.check(*quantize(9001, blocksize=blocksize, double=double), (4097, 4095), (4096, 4096))
+
+    def test_all_elements_from_one_on_by_default(self):
+        packed, state = quantize(300)
+        everything = dequantize_4bit(packed, state)
+        for impl in ("bitsandbytes", "triton", "reference"):
+            self.check_bits(dequantize_4bit(packed, state, 77, impl=impl), everything[77:], impl)
+
+    def test_bytes_beyond_32_bits(self):
+        small, size, before = quantize(2 * WHOLE), 2 * WHOLE, 2**32 - WHOLE
+        # The system gives memory to the pages that are written.
+        packed, state = torch.empty((before + size) // 2, 1, dtype=torch.uint8), copy.deepcopy(small[1])
+        state.shape = torch.Size([before + size])
+        state.absmax = torch.empty((before + size) // BLOCK, dtype=torch.uint8)
+        state.state2.absmax = torch.empty((before + size) // WHOLE)
+        for large, some in (
+            (packed, small[0]),
+            (state.absmax, small[1].absmax),
+            (state.state2.absmax, small[1].state2.absmax),
+        ):
+            large[-len(some) :] = some
+        for first, number in ((0, size), (WHOLE - 99, 555), (size - 77, 77)):
+            expected = dequantize_4bit(*small, first, number, impl="bitsandbytes")
+            for impl in ("triton", "reference"):
+                self.check_bits(dequantize_4bit(packed, state, before + first, number, impl=impl), expected, impl)
+
+    def test_more_elements_than_bitsandbytes_counts(self):
+        large = state(shape=torch.Size([2, 2**30]))
+        with self.assertRaisesRegex(ValueError, "bitsandbytes: supports fewer than 2,147,483,648 elements at a time"):
+            dequantize_4bit(torch.zeros(1, 1, dtype=torch.uint8), large, impl="bitsandbytes")
+
+    def test_from_unwritten_buffers(self):
+        for double in (False, True):
+            packed, state = quantize(2 * WHOLE + 7, double=double)
+            with guarded_buffers():
+                found = dequantize_4bit(packed, state, 5, WHOLE, impl="triton")
+            self.check_bits(found, dequantize_4bit(packed, state, 5, WHOLE, impl="reference"))
+
+
+@unittest.skipUnless(find_spec("torchao"), "needs torchao")
+class RowsTest(DequantizationTestCase):
+    @parameterized.expand(
+        (f"{'_'.join(map(str, shape))}_{str(dtype)[6:]}", shape, dtype)
+        for shape in ((1, 1), (3, 7), (5, 2, 48), (4, 3, 2500), (2, 4096), (0, 5, 16))
+        for dtype in DTYPES
+    )
+    def test_bits_of_torchao(self, _, shape, dtype):
+        weights = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        stored = Float8Tensor.from_hp(weights, granularity=PerRow())
+        for impl in ("auto", "torch", "reference", "triton"):
+            for piece in (slice(None), slice(1, 3)):
+                values, scale = stored.qdata[piece], stored.scale[piece]
+                found = dequantize_rows(values, scale, dtype, impl=impl)
+                self.check_bits(found, stored.dequantize()[piece], (impl, piece))
+
+    def test_all_numbers(self):
+        # Triton's interpreter reads NaN as 480.
+        values = [x for x in range(256) if x not in (0x7F, 0xFF)]
+        values = torch.tensor([values] * 3, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        scale = torch.tensor([[1.0], [3e-5], [7e3]])
+        for dtype in DTYPES:
+            with guarded_buffers():
+                found = dequantize_rows(values, scale, dtype, impl="triton")
+            self.check_bits(found, dequantize_rows(values, scale, dtype, impl="reference"))
+
+
+def state(**changes):
+    values = {"absmax": torch.ones(2), "code": torch.arange(16.0), "blocksize": 64, "state2": None}
+    values |= {"shape": torch.Size([2, 64]), "dtype": torch.float32}
+    return SimpleNamespace(**(values | changes))
+
+
+def four_bit(first=0, number=None, impl="reference", **changes):
+    return dequantize_4bit(torch.zeros(64, 1, dtype=torch.uint8), state(**changes), first, number, impl=impl)
+
+
+def rows(values=torch.float8_e4m3fn, scale=(3, 1), impl="reference"):
+    return dequantize_rows(torch.zeros(3, 8).to(values), torch.ones(scale), torch.float32, impl=impl)
+
+
+class BadInputTest(
+    bad_input_tests(
+        [
+            ("start", lambda: four_bit(-1), "from 0 to before 128, got 129 from -1 on"),
+            ("end", lambda: four_bit(100, 29), "from 0 to before 128, got 29 from 100 on"),
+            ("number", lambda: four_bit(100, -1), "got -1 from 100 on"),
+            ("scale", lambda: rows(scale=(3,)), r"\[..., C\] and scales \[..., 1\], got \(3, 8\) and \(3,\)"),
+        ],
+        [("float8", lambda impl: rows(torch.float8_e5m2, impl=impl), "e4m3 .*, not torch.float8_e5m2")],
+    )
+):
+    @parameterized.expand(
+        [
+            ("blocks", {"blocksize": 48, "absmax": torch.ones(3)}, "powers of two up to 4096, not 48"),
+            ("scales", {"absmax": torch.ones(2).half()}, "torch.float16"),
+            ("layout", {"absmax": torch.ones(4)[::2]}, "contiguous tensors on one device"),
+            ("device", {"code": torch.ones(16, device="meta")}, "contiguous tensors on one device"),
+        ]
+    )
+    def test_4bit_that_the_kernel_does_not_serve(self, _, changes, message):
+        with self.assertRaisesRegex(ValueError, message):
+            four_bit(impl="triton", **changes)
+
+
+class CompilationTest(unittest.TestCase):
+    @unittest.skipUnless(find_spec("triton"), "needs triton")
+    @pytest.mark.slow
+    def test_a_gpu_rounds_after_each_operation(self):
+        """The interpreter never computes a product and a sum in one operation, a GPU may."""
+        environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+        with tempfile.TemporaryDirectory() as folder:
+            environment |= {"TRITON_CACHE_DIR": folder}
+            command = [sys.executable, "-W", "ignore", "-c", COMPILED]
+            result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertEqual(result.stdout.splitlines()[-3:], ["False False False True"] * 3)
+
+
+if __name__ == "__main__":
+    unittest.main()
