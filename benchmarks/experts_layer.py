@@ -2,11 +2,13 @@
 
 `ours` is this package's op, and `grouped_mm` Transformers' default. Both get the same logits, in which some experts are
 more likely than others, and compute all gradients. With `--lora`, the weights are frozen, adapters of rank 16 are trained, and
-`nf4` and `float8` have quantized weights. The rate counts the useful products with the weights only, without padding of
-tiles and without anything computed twice: three times those of the forward, or twice with frozen weights.
+`nf4` and `float8` have quantized weights. `+triton` dequantizes them by this package's kernels. The rate counts the useful
+products with the weights only, without padding of tiles and without anything computed twice: three times those of the
+forward, or twice with frozen weights.
 
     python benchmarks/experts_layer.py --output benchmarks/results/experts.json
     python benchmarks/experts_layer.py --models 35B-A3B --tokens 2048 16384
+    python benchmarks/experts_layer.py --lora --output benchmarks/results/experts_lora.json
 """
 
 import argparse
@@ -16,6 +18,7 @@ import platform
 import shlex
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,9 +67,11 @@ def quantized(layer: torch.nn.Module, kind: str) -> torch.nn.Module:
     return layer
 
 
-def ours(layer, hidden_states, logits, top_k, gate_up_adapter=None, down_adapter=None):
+def ours(layer, hidden_states, logits, top_k, gate_up_adapter=None, down_adapter=None, dequantize="auto"):
     weights, index = choose_experts(logits, top_k)
     matrices = weights_of(layer)
+    if dequantize != "auto":
+        matrices = [x._replace(compute=partial(x.compute, impl=dequantize)) for x in matrices]
     adapters = {"gate_up_adapter": gate_up_adapter, "down_adapter": down_adapter}
     return experts(hidden_states, index, weights, *matrices, **adapters)
 
@@ -88,18 +93,22 @@ def measure(model: str, tokens: int, args) -> dict:
     likely = torch.randn(number, device=args.device) / 2
     logits = (torch.randn(tokens, number, device=args.device) + likely).to(dtype).requires_grad_()
     x, upstream = (torch.randn(tokens, hidden, device=args.device).to(dtype) for _ in range(2))
-    leaves, adapters, layers = [x.requires_grad_(), logits], [], dict.fromkeys(ARMS, layer)
+    leaves, adapters, arms = [x.requires_grad_(), logits], [], {name: (arm, layer) for name, arm in ARMS.items()}
     if args.lora:
         layer.requires_grad_(False)
         adapters = adapters_of(layer, 16)
         leaves += [factor for adapter in adapters for factor in adapter[:2]]
-        layers = {"ours": layer, "nf4": quantized(layer, "nf4"), "float8": quantized(layer, "float8")}
+        arms = {"ours": (ours, layer)}
+        for kind in ("nf4", "float8"):
+            stored = quantized(layer, kind)
+            arms[kind] = ours, stored
+            if args.device == "cuda":
+                arms[f"{kind}+triton"] = partial(ours, dequantize="triton"), stored
     else:
         leaves += layer.parameters()
     flops = (2 if args.lora else 3) * 2 * tokens * top_k * 3 * hidden * config["moe_intermediate_size"]
     found = {}
-    for name, module in layers.items():
-        arm = ARMS.get(name, ours)
+    for name, (arm, module) in arms.items():
 
         def step(arm=arm, module=module):
             for _ in range(args.repeats):

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import unittest
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -26,6 +27,7 @@ import step
 
 
 MIXTURES = ("tiny-moe", "tiny-next")
+HAS_QUANTIZERS = bool(find_spec("bitsandbytes") and find_spec("torchao"))
 
 
 def run(*arguments: str) -> dict:
@@ -49,18 +51,36 @@ class ExpertsLayerTest(unittest.TestCase):
         ]
         torch.testing.assert_close(*found)
 
-    def test_measures(self):
+    @unittest.skipUnless(HAS_QUANTIZERS, "needs bitsandbytes and torchao")
+    def test_ways_to_dequantize_compute_the_same(self):
+        config = shapes.MODELS["tiny-moe"]
+        layer = experts_layer.make_layer(config, "cpu", torch.bfloat16).requires_grad_(False)
+        inputs = torch.randn(20, config["hidden_size"]).bfloat16(), torch.randn(20, config["num_experts"]), 2
+        for kind in ("nf4", "float8"):
+            stored = experts_layer.quantized(layer, kind)
+            found = [experts_layer.ours(stored, *inputs, dequantize=how) for how in ("auto", "reference")]
+            self.assertTrue(torch.equal(*found), kind)
+            with self.assertRaisesRegex(ValueError, "needs CUDA tensors"):
+                experts_layer.ours(stored, *inputs, dequantize="triton")
+
+    @parameterized.expand(
+        [("trained", [], 3, ["ours", "grouped_mm"]), ("lora", ["--lora"], 2, ["ours", "nf4", "float8"])]
+    )
+    def test_measures(self, _, options, products, arms):
+        if options and not HAS_QUANTIZERS:
+            self.skipTest("needs bitsandbytes and torchao")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "experts.json")
             command = ["experts_layer.py", "--models", "tiny-moe", "--tokens", "8", "--repeats", "1", "--rounds", "1"]
+            command += options
             with (
                 mock.patch.object(sys, "argv", [*command, "--device", "cpu", "--output", str(path)]),
                 redirect_stdout(io.StringIO()),
             ):
                 experts_layer.main()
             (found,) = json.loads(path.read_text())["runs"]
-        self.assertEqual(found["flops"], 3 * 2 * 8 * 2 * 3 * 64 * 32)
-        self.assertEqual(set(found["arms"]), {"ours", "grouped_mm"})
+        self.assertEqual(found["flops"], products * 2 * 8 * 2 * 3 * 64 * 32)
+        self.assertEqual(list(found["arms"]), arms)
 
 
 class StepTest(unittest.TestCase):
