@@ -117,6 +117,31 @@ def preferences(number: int = 64) -> Dataset:
     return Dataset.from_list(rows)
 
 
+def trees(number: int = 64) -> Dataset:
+    """Sums of four terms, a step at a time. Each step has two tries, and the reward is the share of correct steps."""
+    random, rows = np.random.default_rng(0), []
+    for _ in range(number):
+        terms = random.integers(10, 100, 4).tolist()
+        turns = [
+            {"role": "user", "content": f"Add these numbers, one at a time: {terms}", "parent": -1, "reward": 0.0}
+        ]
+        steps = [(0, 0.0)]
+        for last in range(1, 4):
+            tries = []
+            for parent, reward in steps:
+                for wrong in (0, int(random.integers(1, 10))):
+                    total = f"{sum(terms[: last + 1]) + wrong}"
+                    reached = reward + (wrong == 0) / 3
+                    tries.append((len(turns), reached))
+                    turns.append({"role": "assistant", "content": total, "parent": parent, "reward": reached})
+            steps = []
+            for parent, reward in tries if last < 3 else ():
+                steps.append((len(turns), reward))
+                turns.append({"role": "user", "content": "And the next?", "parent": parent, "reward": 0.0})
+        rows.append({"turns": turns})
+    return Dataset.from_list(rows)
+
+
 class _ImagesProcessor(Qwen3VLProcessor):
     """The processor of Qwen3.5 without video processing, which needs torchvision."""
 

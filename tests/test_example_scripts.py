@@ -40,6 +40,15 @@ SCRIPTS = {
         [r"Packing on: fill \d\d\.\d%, .* rows of at most 1,024 tokens", *PACKED],
         "model.safetensors",
     ),
+    "tree": (
+        [
+            r"Tokens: 1,\d\d\d as trees, 4,\d\d\d as separate samples \(2\.9 x\)",
+            r"Loss: (-?\d\.\d{5})\d as trees, \1\d as separate samples; gradients differ by \de-0[67]",
+            r"Step: [\d.]+ s as trees, [\d.]+ s as separate samples \([\d.]+ x\)",
+            r"Step 9: loss -?\d\.\d+",
+        ],
+        "adapter_model.safetensors",
+    ),
     "vision_language": (PADDING_FREE, "model.safetensors"),
 }
 
