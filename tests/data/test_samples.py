@@ -278,7 +278,6 @@ class UnusableTest(unittest.TestCase):
         samples = UNUSABLE_IN_BATCHES[0][1](real([5] * 9))
         self.assertEqual(find_unusable(PackingDataset(samples, 16))[0], 3)
         self.assertIsNone(find_unusable(IterablePackingDataset(samples, 16)))
-        self.assertIsNone(find_unusable([{"prefix": [1], "answers": [{"input_ids": [2]}]}]))
         self.assertIsNone(find_unusable([]))
 
     def test_a_large_dataset_is_not_decoded(self):

@@ -190,11 +190,14 @@ def of_preferences() -> Calls:
     yield lambda: SharedPrompts.of(LENGTHS, [0, -1])
     twice = dict.fromkeys(("parent_of", "prompt_of"), torch.tensor([-1, 0]))
     yield lambda: patch_model(tiny_model("qwen3_5_text"))(torch.ones(1, 5, dtype=torch.long), **twice)
-    samples = [{"prefix": [5, 6], "answers": [{"input_ids": [7]}]}]
+    samples = [{"prefix": [5, 6], "answers": [{"input_ids": [7]}, {"input_ids": [8]}]}]
     yield lambda: DataCollatorWithFlattening(on_leak="ignore")(samples)
     model = patch_model(tiny_model("qwen3_5_text"))
     collator = DataCollatorWithFlattening(model=model)
     yield lambda: collator([{"prefix": [], "answers": [{"input_ids": [7]}]}])
+    yield lambda: collator([{"input_ids": [5], "turns": [[6], [7]]}])
+    yield lambda: collator([{"input_ids": [5], "turns": [{"input_ids": []}, {"input_ids": [7]}]}])
+    yield lambda: PackingDataset([{"input_ids": [5], "turns": [{"input_ids": [7]}]}], 8)
     yield lambda: model(**{name: x for name, x in collator(samples).items() if name != "cu_seqlens"})
     yield lambda: prompts.gated_delta_rule(*HEADS, boundaries=shared, initial_state=torch.zeros(2, 2, 8, 8))
 

@@ -9,17 +9,15 @@ from transformers import DataCollatorWithFlattening as BuiltinDataCollatorWithFl
 from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
-from ..errors import input_error
+from ..errors import input_error, unsupported
 from ..models.families import families_of
 from ..models.family import Own
 from ..models.registry import cache_warning, has_our_classes, transformers_model
 from ..models.verdict import cache_setting, complain, judge
 from ..models.vision import packed_mrope_position_ids
 from ..shared_prompts import SharedPrompts
-from .prefixes import documents_of, with_prefixes_first
 from .samples import (
     IGNORED_LABEL,
-    PREFIX,
     TOKEN_COLUMNS,
     TOKEN_TYPES,
     VISION_COLUMNS,
@@ -27,11 +25,13 @@ from .samples import (
     as_list,
     check_lengths,
     check_one_document,
+    documents_of,
     has_tokens,
     is_number,
     real_sample,
     refuse_missing,
 )
+from .trees import Parent, nodes_of, row_of
 
 
 logger = logging.get_logger(__name__)
@@ -50,9 +50,10 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     A batch element is a sample, a row of `PackingDataset` or `IterablePackingDataset` (a list of samples), or a row of
     `pack_dataset` (concatenated samples with their `seq_lengths`). The collator returns one packed row in each case.
 
-    A group, `{"prefix": tokens, "answers": samples}`, stands for the samples with these tokens in front, which have no
-    labels. The row holds equal prefixes once, before all samples ([`SharedPrompts`]). Requires a `model` with classes of
-    this package.
+    A sample may have `turns`, a list of samples that continue it and may have turns of their own. Each stands for the
+    tokens of all that it continues and its own, and the row holds what several of them share once ([`SharedPrompts`]).
+    A group, `{"prefix": tokens, "answers": samples}`, is such a tree whose first node has no labels. `data/trees.py`
+    has the layout. Trees require a `model` with classes of this package.
 
     A sample holds `input_ids` (a list, numpy array or tensor) and these optional columns:
 
@@ -188,18 +189,22 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         separator_id: int | None = None,
     ) -> dict[str, Any]:
         """Flatten `features` into one packed row. The class docstring describes features and batches."""
-        documents = [document for feature in features for document in documents_of(feature)]
+        nodes, parents = nodes_of(sample for feature in features for sample in documents_of(feature))
         try:
-            return self._flatten(documents, return_tensors, separator_id)
+            return self._flatten(nodes, parents, return_tensors, separator_id)
         except TypeError:
             # Searched for only after a failure, because the search takes as long as the rest.
-            for index, feature in enumerate(documents):
+            for index, feature in enumerate(nodes):
                 known = {*TOKEN_COLUMNS, *self.token_columns}
                 refuse_missing(index, {name: column for name, column in feature.items() if name in known})
             raise
 
     def _flatten(
-        self, features: list[Mapping[str, Any]], return_tensors: str | None, separator_id: int | None
+        self,
+        features: list[Mapping[str, Any]],
+        parents: list[Parent],
+        return_tensors: str | None,
+        separator_id: int | None,
     ) -> dict[str, Any]:
         numbers, features = self._with_tokens(features)
         token_columns = self.token_columns
@@ -211,9 +216,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         self._note_left_out_columns(features[0])
         document_labels = _take_document_labels(samples)
         parent_of: list[int] = []
-        if any(PREFIX in sample for sample in samples):
-            self._check_prefixes(features, document_labels)
-            samples, parent_of = with_prefixes_first(samples)
+        if any(parent is not None for parent in parents):
+            self._check_trees(features, document_labels)
+            samples, parent_of = row_of(dict(zip(numbers, samples, strict=True)), parents)
         padding = self._add_padding(samples)
         self._check_marks(len(samples))
         batch = super().__call__(samples, return_tensors, separator_id)
@@ -281,8 +286,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 f"boundaries of the batch's {documents} documents", "return_position_ids=False alone", fix
             )
 
-    def _check_prefixes(self, features: list[Mapping[str, Any]], document_labels: list | None) -> None:
-        """Raise a `ValueError` for options and columns that rows with prefixes do not support."""
+    def _check_trees(self, features: list[Mapping[str, Any]], document_labels: list | None) -> None:
+        """Raise a `ValueError` for options and columns that trees do not support."""
         found = {
             "a model without classes of this package, or none": not self.model_shares_prompts,
             "pad_to_multiple_of": self.pad_to_multiple_of,
@@ -291,8 +296,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             "return_seq_idx or return_flash_attn_kwargs": self.return_seq_idx or self.return_flash_attn_kwargs,
         }
         if got := next((what for what, given in found.items() if given), None):
-            fix = "Pass model=model after patch_model(model), and drop other options, or join prefix and answers."
-            raise input_error("groups with a prefix for a model that shares prompts", got, fix)
+            fix = "Pass model=model after patch_model(model), and drop other options, or pass whole documents."
+            raise input_error("trees of samples for a model that shares prompts", got, fix)
 
     def _with_tokens(self, features: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[Mapping[str, Any]]]:
         """The samples without masked tokens, and their numbers. Samples without any token are left out."""
@@ -317,14 +322,13 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     def _sample(self, index: int, feature: Mapping[str, Any], token_columns: tuple[str, ...]) -> dict[str, Any]:
         """The columns of a sample as lists. A label per sample stays a number."""
         names = dict.fromkeys(("input_ids", "labels", *token_columns))
-        columns = {name: as_list(feature[name]) for name in names if name in feature}
         if "position_ids" not in token_columns:
             check_one_document(index, feature)
-        return columns | {name: feature[name] for name in (PREFIX,) if name in feature}
+        return {name: as_list(feature[name]) for name in names if name in feature}
 
     def _note_left_out_columns(self, feature: Mapping[str, Any]) -> None:
         tokens = len(feature["input_ids"])
-        known = {*TOKEN_COLUMNS, *VISION_COLUMNS, "position_ids", PREFIX, *self.token_columns}
+        known = {*TOKEN_COLUMNS, *VISION_COLUMNS, "position_ids", *self.token_columns}
         others = {name: as_list(column) for name, column in feature.items() if name not in known}
         alike = [name for name, values in others.items() if isinstance(values, list) and len(values) == tokens]
         left_out = [name for name in alike if isinstance(others[name][0], int | float)]
@@ -374,6 +378,9 @@ class CausalLabelsCollator(DataCollatorWithFlattening):
     def __init__(self, ignored_token: int | None, **kwargs):
         super().__init__(**kwargs)
         self.ignored_token = ignored_token
+
+    def _check_trees(self, features: list[Mapping[str, Any]], document_labels: list | None) -> None:
+        raise unsupported("a collator that labels all tokens", "trees of samples", "Give their nodes labels.")
 
     def __call__(self, features: Any, return_tensors: str | None = None, separator_id: int | None = None) -> dict:
         batch = super().__call__(features, return_tensors, separator_id)

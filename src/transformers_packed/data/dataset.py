@@ -21,8 +21,17 @@ from .overlong import Overlong, TruncationSide, check_settings
 from .planning.plan import PackingPlan
 from .planning.planner import plan_packing
 from .planning.rows import offsets_of, ranges
-from .prefixes import documents_of
-from .samples import MASK, check_sample, cut_sample, has_items, real_length, real_sample, spread
+from .samples import (
+    MASK,
+    check_sample,
+    cut_sample,
+    documents_of,
+    has_items,
+    real_length,
+    real_sample,
+    refuse_tree,
+    spread,
+)
 from .tables import columns_of, is_list, list_lengths, padded_lengths, suspects, table_lengths
 
 
@@ -235,7 +244,11 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
     import pyarrow as pa
 
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
-        dataset = datasets.Dataset.from_list(list(dataset))
+        samples = list(dataset)
+        for number, sample in enumerate(samples):
+            # The table only gets the columns of the first sample.
+            refuse_tree(number, sample)
+        dataset = datasets.Dataset.from_list(samples)
     dataset = dataset.with_format(None)
     plan = PackingDataset(dataset, max_length, **kwargs).plan
     if dataset._indices is not None:

@@ -14,8 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ..boundaries import SequenceBoundaries
 from .collator import DataCollatorWithFlattening
 from .dataset import PackingDataset
-from .prefixes import documents_of
-from .samples import IGNORED_LABEL, has_items, some_samples
+from .samples import IGNORED_LABEL, documents_of, has_items, some_samples
 from .streaming import IterablePackingDataset
 
 

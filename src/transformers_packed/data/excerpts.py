@@ -8,8 +8,15 @@ import numpy as np
 import torch
 
 from .dataset import PackingDataset
-from .prefixes import documents_of
-from .samples import IGNORED_LABEL, VISION_COLUMNS, count_targets, cut_sample, real_sample, some_samples
+from .samples import (
+    IGNORED_LABEL,
+    VISION_COLUMNS,
+    count_targets,
+    cut_sample,
+    documents_of,
+    real_sample,
+    some_samples,
+)
 from .streaming import IterablePackingDataset
 
 

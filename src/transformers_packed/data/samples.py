@@ -4,8 +4,8 @@ A sample consists of its real tokens. Tokens with an `attention_mask` of 0 are p
 holds them. Every reader of samples applies [`real_sample`] first.
 """
 
-from collections.abc import Iterable, Mapping
-from itertools import compress, islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate, compress, islice
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,10 @@ VISION_GRIDS = tuple(grid for _, _, grid in VISION_KINDS.values())
 # Their first dimension counts patches or images.
 VISION_COLUMNS = tuple(name for _, *names in VISION_KINDS.values() for name in names)
 MASK = "attention_mask"
-# The column of a sample with the prefix of its group. Users' columns may be named "prefix".
-PREFIX = "prefix of the group"
+# The samples that continue a sample (`data/trees.py`), those of a group, and the tokens that these continue.
+TURNS, ANSWERS, PREFIX = "turns", "answers", "prefix"
 # Columns that always have one value per token. Labels may also be one number.
 TOKEN_COLUMNS = ("input_ids", "labels", MASK, TOKEN_TYPES)
-# Columns that may happen to have the length of the sample.
-_WHOLE = {*VISION_COLUMNS, PREFIX}
 _ROWS = "Pass a row of several documents as its samples, or with a column seq_lengths."
 _REMOVE = "Remove such samples from the dataset."
 
@@ -50,6 +48,36 @@ def some_samples(dataset: Any, number: int) -> Iterable | None:
     if has_items(dataset):
         return (dataset[index] for index in spread(len(dataset), number))
     return islice(dataset, number) if type(dataset).__module__.startswith("datasets.") else None
+
+
+def documents_of(element: Any) -> Iterator[Mapping[str, Any]]:
+    """The samples of one batch element: a sample or tree, or a row (a list of them, or samples joined by `seq_lengths`)."""
+    if isinstance(element, list | tuple):
+        for sample in element:
+            yield from documents_of(sample)
+    elif "seq_lengths" in element and "input_ids" in element:
+        columns = {name: column for name, column in element.items() if name != "seq_lengths"}
+        lengths, total = as_list(element["seq_lengths"]), len(columns["input_ids"])
+        if sum(lengths) != total:
+            fix = "Pass the rows unchanged, as pack_dataset returns them."
+            raise input_error(f"seq_lengths that sum to the row's {total} tokens", sum(lengths), fix)
+        for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+            yield cut_sample(columns, start, length)
+    else:
+        yield element
+
+
+def is_tree(sample: Mapping[str, Any]) -> bool:
+    """Whether a sample is a tree or a group of samples. Other columns "turns", as of messages, are the user's."""
+    if "input_ids" not in sample:
+        return ANSWERS in sample and PREFIX in sample
+    turns = as_list(sample.get(TURNS))
+    return isinstance(turns, list | tuple) and any(map(_is_turn, turns))
+
+
+def _is_turn(value: Any) -> bool:
+    # Lists of tokens are turns in a wrong form, which is an error.
+    return "input_ids" in value if isinstance(value, Mapping) else isinstance(as_list(value), list | tuple)
 
 
 def count_targets(labels: np.ndarray) -> int:
@@ -102,6 +130,7 @@ def real_length(sample: Mapping[str, Any], index: int | None = None) -> int:
 def _padding_mask(sample: Mapping[str, Any], index: int | None) -> Any:
     """The mask of a sample as a list or tuple, or `None` if all tokens are real."""
     where = _place(index)
+    refuse_tree(index, sample)
     if "input_ids" not in sample:
         fix = "Set remove_unused_columns=False if Trainer removes columns that you need."
         raise input_error(f"input_ids in {where}", f"columns {sorted(sample)}", fix)
@@ -161,7 +190,7 @@ def cut_sample(sample: Mapping[str, Any], start: int, length: int) -> Mapping[st
 
 def _per_token(name: str, column: Any, length: int) -> bool:
     shape: tuple = (len(column),) if isinstance(column, list | tuple) else getattr(column, "shape", ())
-    return name not in _WHOLE and len(shape) > 0 and shape[0] == length
+    return name not in VISION_COLUMNS and len(shape) > 0 and shape[0] == length
 
 
 def has_tokens(index: int, sample: Mapping[str, Any]) -> bool:
@@ -201,6 +230,13 @@ def check_one_document(index: int, sample: Mapping[str, Any]) -> None:
     if np.ndim(position_ids) == 1 and len(breaks := np.flatnonzero(np.diff(position_ids) != 1)):
         got = f"{position_ids[breaks[0] + 1]} after {position_ids[breaks[0]]}"
         raise input_error(f"position_ids of one document in {_place(index)}", got, _ROWS)
+
+
+def refuse_tree(index: int | None, sample: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` for a tree or a group, which only the collator takes."""
+    if is_tree(sample):
+        fix = "Pass trees and groups to DataCollatorWithFlattening(model=model) as they are."
+        raise input_error(f"one document in {_place(index)}", "samples that continue others", fix)
 
 
 def refuse_missing(index: int | None, columns: Mapping[str, Any], values: bool = True) -> None:

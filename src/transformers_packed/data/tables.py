@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from .planning.rows import offsets_of
-from .samples import MASK, TOKEN_COLUMNS
+from .samples import MASK, TOKEN_COLUMNS, TURNS
 
 
 def columns_of(dataset: Any) -> dict[str, Any] | None:
@@ -31,6 +31,8 @@ def table_lengths(dataset: Any) -> np.ndarray | None:
         other = _count_in_lists(columns[MASK], lambda x: (_numbers(x) != 0) & (_numbers(x) != 1))
         fits = (list_lengths(columns[MASK]) == lengths) & (other == 0)
         lengths = np.where(fits, lengths - padding, -1)
+    if TURNS in columns and _holds_turns(columns[TURNS]):
+        lengths = np.where(list_lengths(columns[TURNS]) > 0, -1, lengths)
     return _of_samples(dataset, lengths)
 
 
@@ -75,6 +77,16 @@ def _holds_numbers(column: Any) -> bool:
     # A list without any values has no type.
     kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
     return is_list(column) and any(is_kind(column.type.value_type) for is_kind in kinds)
+
+
+def _holds_turns(column: Any) -> bool:
+    """Whether samples with this column `turns` are trees (`is_tree`)."""
+    import pyarrow as pa
+
+    if not is_list(column):
+        return False
+    kind = column.type.value_type
+    return kind.get_field_index("input_ids") >= 0 if pa.types.is_struct(kind) else pa.types.is_list(kind)
 
 
 def _of_samples(dataset: Any, values: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import find_unusable
 from ..data.documents import first_sample, is_packed
-from ..data.samples import TOKEN_TYPES, VISION_COLUMNS
+from ..data.samples import TOKEN_TYPES, VISION_COLUMNS, is_tree
 from ..errors import input_error
 from ..models.adapters import adapter_per_row
 from ..models.families import LANGUAGE_MODELS, families_of, family_of, titles
@@ -318,7 +318,7 @@ def _of_samples(trainer: Trainer) -> Iterator[ValueError]:
     )
     if sample is None:
         return
-    if not isinstance(sample, Mapping) or "input_ids" not in sample:
+    if not isinstance(sample, Mapping) or not ("input_ids" in sample or is_tree(sample)):
         got = f"columns {sorted(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
         fix = "Tokenize the dataset first. TRL's SFTTrainer does."
         yield input_error("a train_dataset of tokenized samples", f"samples without input_ids: {got}", fix)

@@ -34,8 +34,7 @@ from ...audit.isolation import UnseenError, indices_of, leak_between, watch
 from ...audit.model_state import quiet
 from ...data.documents import PaddedSamples, is_packed
 from ...data.excerpts import cut_around_target, excerpts, places_of, targets_in, targets_of
-from ...data.prefixes import documents_of
-from ...data.samples import has_items
+from ...data.samples import documents_of, has_items
 from ...errors import input_error
 from ...models.cuda_graphs import without_graphs
 from ...models.padding import PaddedBatch

@@ -1,0 +1,167 @@
+"""Trees of samples, as a row that holds once what several of them share ([`SharedPrompts`]).
+
+A node of a tree is a sample. It continues its parent, and stands for the tokens of its ancestors and its own:
+
+    {"input_ids": [5, 6, 7], "turns": [{"input_ids": [8, 9]}, {"input_ids": [4], "turns": [...]}]}
+
+A group, `{"prefix": tokens, "answers": nodes}`, is a tree whose first node has no labels. Groups with the same prefix form
+one tree. An only turn joins its parent, so a conversation without branches is one document.
+
+No token of a document predicts its first one. If the first token of a turn has a label, the end of its parent therefore
+moves to the start of each turn. It begins with the last token without a label, which needs no token before it. With
+labels on the tokens in brackets:
+
+    | 5 6  7  | 8  9 | 4 |    stays as it is
+    | 5 6  7  |(8) 9 | 4 |    becomes    | 5 6 | 7 (8) 9 | 7 4 |
+    | 5 6 (7) |(8) 9 | 4 |    becomes    | 5 | 6 (7)(8) 9 | 6 7 4 |
+
+The first turn gets these tokens with their labels and other columns. The other turns get copies, without labels and with
+0 in other columns, so that each value counts once. If all tokens of a node move, its turns continue its parent.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import input_error
+from ..shared_prompts import level_order
+from .samples import ANSWERS, IGNORED_LABEL, PREFIX, TURNS, as_list, is_tree
+
+
+Sample = dict[str, Any]
+# What a node continues: another node, by its number in the batch, the tokens of a prefix, or nothing.
+Parent = int | tuple[int, ...] | None
+
+
+def nodes_of(samples: Iterable[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Parent]]:
+    """Return the nodes of a batch and the parent of each, parents first. A sample without turns is a node alone."""
+    nodes: list[Mapping[str, Any]] = []
+    parents: list[Parent] = []
+    for sample in samples:
+        waiting: list[tuple[Mapping[str, Any], Parent]] = [(sample, None)]
+        if is_tree(sample) and "input_ids" not in sample:
+            prefix = _prefix_of(sample)
+            waiting = [(answer, prefix) for answer in reversed(_samples_in(sample, ANSWERS))]
+            if not waiting:
+                raise input_error("at least one answer in a group", "none", "Remove such groups from the dataset.")
+        while waiting:
+            node, parent = waiting.pop()
+            if parent is not None or is_tree(node):
+                waiting += [(turn, len(nodes)) for turn in reversed(_samples_in(node, TURNS))]
+                node = {name: column for name, column in node.items() if name != TURNS}
+            nodes.append(node)
+            parents.append(parent)
+    return nodes, parents
+
+
+def _prefix_of(group: Mapping[str, Any]) -> tuple[int, ...]:
+    prefix = as_list(group[PREFIX])
+    if not isinstance(prefix, list | tuple) or not prefix or not all(isinstance(token, int) for token in prefix):
+        raise input_error("a prefix of at least one token in a group", prefix, "Pass other samples without a group.")
+    return tuple(prefix)
+
+
+def _samples_in(node: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    samples = as_list(node.get(name))
+    if samples is None:  # as in a table, for a node without turns
+        return []
+    if not isinstance(samples, list | tuple):
+        raise input_error(f"{name} as a list of samples", type(samples).__name__)
+    for sample in samples:
+        if not isinstance(sample, Mapping):
+            raise input_error(f"{name} as a list of samples", f"{type(sample).__name__} in the list")
+    return list(samples)
+
+
+@dataclass
+class Node:
+    """A node of a tree: its columns, each with one value per token, and the nodes that continue it."""
+
+    columns: Sample
+    turns: list["Node"] = field(default_factory=list)
+
+    def join_only_turns(self) -> None:
+        while len(self.turns) == 1:
+            (turn,) = self.turns
+            for name, column in self.columns.items():
+                column += turn.columns[name]
+            self.turns = turn.turns
+
+    def move_end(self) -> None:
+        """Move the end to the turns if one of them starts with a target. Their own ends have moved before."""
+        self.turns = _without_empty(self.turns)
+        if all(turn.columns["labels"][0] == IGNORED_LABEL for turn in self.turns):
+            return
+        labels = self.columns["labels"]
+        start = next((at for at in reversed(range(len(labels))) if labels[at] == IGNORED_LABEL), 0)
+        end = {name: column[start:] for name, column in self.columns.items()}
+        self.columns = {name: column[:start] for name, column in self.columns.items()}
+        for turn in self.turns:
+            turn.columns = {name: end[name] + column for name, column in turn.columns.items()}
+            end = _unlabelled(end["input_ids"], end)
+
+
+def row_of(samples: Mapping[int, Sample], parents: list[Parent]) -> tuple[list[Sample], list[int]]:
+    """Return the documents of a row, and the document that each continues, or -1. The latter is empty if none does.
+
+    Args:
+        samples (`Mapping`):
+            The columns of nodes by their numbers, each with one value per token. Nodes without tokens are left out.
+        parents (`list`):
+            The parents of all nodes.
+    """
+    roots = _trees(samples, parents)
+    for node in _downwards(roots):
+        node.join_only_turns()
+    for node in reversed([*_downwards(roots)]):
+        node.move_end()
+    nodes = [*_downwards(_without_empty(roots))]
+    number = {id(node): at for at, node in enumerate(nodes)}
+    parent_of = [-1] * len(nodes)
+    for at, node in enumerate(nodes):
+        for turn in node.turns:
+            parent_of[number[id(turn)]] = at
+    order = level_order(parent_of)
+    place = {document: at for at, document in enumerate(order)} | {-1: -1}
+    moved = [place[parent_of[document]] for document in order]
+    return [nodes[document].columns for document in order], moved if max(moved) >= 0 else []
+
+
+def _trees(samples: Mapping[int, Sample], parents: list[Parent]) -> list[Node]:
+    """Return the first nodes of all trees."""
+    roots: list[Node] = []
+    found: dict[Parent, Node] = {}
+    for number, parent in enumerate(parents):
+        if number not in samples:
+            if parent is not None or number in parents:
+                fix = "Leave the node out."
+                raise input_error("at least one token in each node of a tree", f"none in sample {number}", fix)
+            continue
+        columns = {"labels": samples[number]["input_ids"], **samples[number]}
+        found[number] = Node({name: list(column) for name, column in columns.items()})
+        if isinstance(parent, tuple) and parent not in found:
+            found[parent] = Node(_unlabelled(list(parent), columns))
+            roots.append(found[parent])
+        siblings = roots if parent is None else found[parent].turns
+        siblings.append(found[number])
+    return roots
+
+
+def _unlabelled(tokens: list[int], names: Iterable[str]) -> Sample:
+    """The columns `names` of tokens that do not count."""
+    fill = {"labels": IGNORED_LABEL}
+    return {name: [fill.get(name, 0)] * len(tokens) for name in names} | {"input_ids": tokens}
+
+
+def _without_empty(nodes: list[Node]) -> list[Node]:
+    """The nodes, with their turns in place of those whose tokens have all moved."""
+    return [kept for node in nodes for kept in ([node] if node.columns["input_ids"] else node.turns)]
+
+
+def _downwards(roots: list[Node]) -> Iterator[Node]:
+    """Yield all nodes, each before its turns, which are read after the caller has seen the node."""
+    waiting = roots[::-1]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += reversed(node.turns)
