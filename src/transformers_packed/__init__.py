@@ -65,6 +65,7 @@ _SUBMODULES = (
     "models",
     "ops",
     "parallel",
+    "prefix_tree",
     "shared_prompts",
     "training",
 )

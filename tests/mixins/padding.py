@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from transformers_packed import SequenceBoundaries
+from transformers_packed import SequenceBoundaries, prefix_tree
 from transformers_packed.models import padding
 from transformers_packed.models.padding import PaddedBatch, why_padded
 
@@ -170,6 +170,28 @@ class PackedPaddingTesterMixin:
         batch = padded_batch(documents, side)
         return batch, int(batch["attention_mask"].sum()) - 2 * 40 - 70
 
+    def tree_batch(self, levels: int, side: str) -> tuple[dict, int]:
+        """Return a padded batch of documents that branch at each level, and its tokens without repetition.
+
+        With four levels, each but the last document leaves a conversation after one of its turns.
+        """
+        generator = torch.Generator().manual_seed(levels)
+
+        def tokens(length):
+            return torch.randint(1, VOCAB_SIZE, (length,), generator=generator)
+
+        def grow(beginning, level):
+            if level == levels:
+                return [torch.cat([beginning, tokens(2 + level)])]
+            # The first tokens of the branches differ.
+            turns = [torch.cat([beginning, torch.tensor([k]), tokens(6)]) for k in range(2)]
+            return [*grow(turns[0], levels if levels == 4 else level + 1), *grow(turns[1], level + 1)]
+
+        documents = [tokens(9), *grow(tokens(66), 0)]
+        batch = padded_batch(documents[1:] + documents[:1], side)
+        beginnings = {tuple(document[:n].tolist()) for document in documents for n in range(1, len(document) + 1)}
+        return batch, len(beginnings)
+
     def sharing_models(self, attention: str = "sdpa"):
         builtin, model = self.models(attention)
         model.share_prompts = True
@@ -182,7 +204,15 @@ class PackedPaddingTesterMixin:
         [(f"{side}_{attention}", side, attention) for side in ("left", "right") for attention in ("eager", "sdpa")]
     )
     def test_shared_prompts(self, _, side, attention):
-        batch, distinct = self.shared_batch(side)
+        self.check_shared(*self.shared_batch(side), attention)
+
+    @parameterized.expand([(2, "right"), (3, "left"), (4, "right")])
+    def test_prompts_that_continue_prompts(self, levels, side):
+        with mock.patch.object(prefix_tree, "_LEAST_SAVED", 1):
+            self.check_shared(*self.tree_batch(levels, side))
+
+    def check_shared(self, batch: dict, distinct: int, attention: str = "sdpa"):
+        """Compare logits at real tokens and gradients with the stock model. Ours computes the distinct tokens."""
         builtin, model = self.sharing_models(attention)
         real = batch["attention_mask"].bool()
         expected = builtin(**batch, use_cache=False)

@@ -1,13 +1,10 @@
-"""Which documents of a padded batch share which prompts. Whole models are tested in mixins/padding.py."""
+"""Rows with shared prompts in models. Whole models on padded batches are tested in mixins/padding.py."""
 
 import copy
-import random
 import unittest
 from itertools import accumulate
 from typing import ClassVar
-from unittest import mock
 
-import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,33 +15,7 @@ from parameterized import parameterized
 from transformers import Qwen3_5TextForSequenceClassification
 
 from transformers_packed import patch_model
-from transformers_packed.models import padding
-from transformers_packed.models.padding import PaddedBatch, shared_prompts
-
-
-def partitions(items):
-    if not items:
-        yield []
-        return
-    first, *rest = items
-    for parts in partitions(rest):
-        yield [[first], *parts]
-        for k in range(len(parts)):
-            yield [*parts[:k], [first, *parts[k]], *parts[k + 1 :]]
-
-
-def common(documents):
-    """The number of tokens that all documents start with, of which each keeps one at least."""
-    n = min(map(len, documents)) - 1
-    return next((k for k in range(n) if len({document[k] for document in documents}) > 1), n)
-
-
-def most_saved(documents):
-    """The largest number of tokens that any grouping saves."""
-    return max(
-        sum(common([documents[i] for i in part]) * (len(part) - 1) for part in parts)
-        for parts in partitions(list(range(len(documents))))
-    )
+from transformers_packed.models.padding import PaddedBatch
 
 
 def make_batch():
@@ -160,43 +131,41 @@ class ClassifiersTest(unittest.TestCase):
         self.assertLess(total_relative_error(*gradients), 1e-5)
 
 
-class GroupingTest(unittest.TestCase):
-    @parameterized.expand([(seed,) for seed in range(60)])
-    def test_saves_as_much_as_any_grouping(self, seed):
-        draw = random.Random(seed)
-        # Distinct last tokens, because documents that are the start of others are grouped with neighbors only.
-        lengths = [draw.randint(0, 8) for _ in range(draw.randint(2, 6))]
-        documents = [[*(draw.randint(1, 2) for _ in range(n)), 10 + k] for k, n in enumerate(lengths)]
-        with mock.patch.object(padding, "_LEAST_SAVED", 1):
-            groups = shared_prompts([np.array(document) for document in documents])
-        saved = sum(tokens * (len(members) - 1) for members, tokens in groups)
-        self.assertEqual(saved, most_saved(documents), documents)
-        for members, tokens in groups:
-            self.assertEqual(tokens, common([documents[i] for i in members]))
-        self.assertEqual(len({i for members, _ in groups for i in members}), sum(len(m) for m, _ in groups))
-
-    def test_a_short_prompt_is_not_worth_it(self):
-        for tokens, shared in ((63, False), (64, True)):
-            documents = [np.array([*range(tokens), 100 + k]) for k in range(2)]
-            self.assertEqual(bool(shared_prompts(documents)), shared)
+class PaddedBatchTest(unittest.TestCase):
+    def batch_of(self, documents, side):
+        length = max(map(len, documents))
+        ids, mask = torch.zeros(2, len(documents), length, dtype=torch.long)
+        for i, document in enumerate(documents):
+            own = slice(length - len(document), None) if side == "left" else slice(len(document))
+            ids[i, own], mask[i, own] = torch.tensor(document), 1
+        batch = PaddedBatch.from_attention_mask(mask, ids.device, ids)
+        packed = batch.packed({"input_ids": ids})
+        self.assertTrue(torch.equal(batch.unpack(packed["input_ids"][0]).view(ids.shape), ids))
+        return batch.boundaries, packed["input_ids"].tolist(), packed["position_ids"].tolist()
 
     @parameterized.expand(["right", "left"])
     def test_the_row(self, side):
         """Prompts and documents alone come first, and every real token has a slot."""
         prompt = list(range(1, 71))
         documents = [[90, 91], [*prompt, 80], [92], [*prompt, 81, 82], [*prompt, 80, 83]]
-        ids, mask = torch.zeros(2, 5, 72, dtype=torch.long)
-        for i, document in enumerate(documents):
-            own = slice(72 - len(document), None) if side == "left" else slice(len(document))
-            ids[i, own], mask[i, own] = torch.tensor(document), 1
-        batch = PaddedBatch.from_attention_mask(mask, ids.device, ids)
-        self.assertEqual(batch.boundaries.lengths, [70, 2, 1, 1, 2, 2])
-        self.assertEqual(batch.boundaries.parent_of, (-1, -1, -1, 0, 0, 0))
-        packed = batch.packed({"input_ids": ids})
-        self.assertEqual(packed["input_ids"].tolist(), [[*prompt, 90, 91, 92, 80, 81, 82, 80, 83]])
+        boundaries, ids, position_ids = self.batch_of(documents, side)
+        self.assertEqual(boundaries.lengths, [70, 2, 1, 1, 2, 2])
+        self.assertEqual(boundaries.parent_of, (-1, -1, -1, 0, 0, 0))
+        self.assertEqual(ids, [[*prompt, 90, 91, 92, 80, 81, 82, 80, 83]])
         after = [70, 70, 71, 70, 71]
-        self.assertEqual(packed["position_ids"].tolist(), [[*range(70), 0, 1, 0, *after]])
-        self.assertTrue(torch.equal(batch.unpack(packed["input_ids"][0]).view(5, 72), ids))
+        self.assertEqual(position_ids, [[*range(70), 0, 1, 0, *after]])
+
+    @parameterized.expand(["right", "left"])
+    def test_the_row_of_a_tree(self, side):
+        """Two answers to a prompt begin with the same turn. Levels come one after the other."""
+        prompt, turn = list(range(1, 71)), list(range(201, 271))
+        documents = [[*prompt, *turn, 80], [90], [*prompt, 81], [*prompt, *turn, 82, 83]]
+        boundaries, ids, position_ids = self.batch_of(documents, side)
+        self.assertEqual(boundaries.lengths, [70, 1, 70, 1, 1, 2])
+        self.assertEqual(boundaries.parent_of, (-1, -1, 0, 0, 2, 2))
+        self.assertEqual(ids, [[*prompt, 90, *turn, 81, 80, 82, 83]])
+        self.assertEqual(position_ids, [[*range(70), 0, *range(70, 140), 70, 140, 140, 141]])
+        self.assertIsNone(boundaries.levels(reads=8).sources)
 
     def test_a_batch_without_padding(self):
         ids = torch.cat([torch.arange(99).expand(3, -1), torch.tensor([[5], [6], [7]])], dim=1)

@@ -14,8 +14,7 @@ from mixins.padding import computed_tokens
 from parameterized import parameterized
 from transformers import Trainer, TrainingArguments
 
-from transformers_packed import configure_packing
-from transformers_packed.models import padding
+from transformers_packed import configure_packing, prefix_tree
 from transformers_packed.models.padding import PaddedBatch
 from transformers_packed.models.registry import has_our_classes, transformers_model
 
@@ -58,7 +57,7 @@ class PreferenceTestCase(TRLTestCase):
     def setUp(self):
         super().setUp()
         # The prompts here are shorter than those that are worth sharing.
-        self.enterContext(mock.patch.object(padding, "_LEAST_SAVED", 1))
+        self.enterContext(mock.patch.object(prefix_tree, "_LEAST_SAVED", 1))
 
     def checkpoint(self, vocab_size):
         """A folder from which TRL loads the reference model, next to a policy with the same weights."""

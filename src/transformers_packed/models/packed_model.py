@@ -90,7 +90,7 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
     _supports_flex_attn = True
     # Whether padded batches run as packed rows if no cache is used.
     packs_padding = Switch(True)
-    # Whether documents of a padded batch share the prompts that they start with.
+    # Whether documents of a padded batch share the tokens that they begin with.
     share_prompts = Switch(False)
 
     def __init__(self, config, *args, **kwargs):

@@ -6,14 +6,13 @@ attention is not causal or cannot keep documents apart; if NEFTune scales its no
 gives its layers an argument for each row, such as `adapter_names` or the offsets of aLoRA. [`why_padded`] tells the
 reason, which the log states once.
 
-With `share_prompts`, documents that start with the same tokens, such as the answers to one prompt, form a row with
-shared prompts ([`SharedPrompts`]). Hidden states of a shared token are copied to all of its documents. Dropout then
-draws one mask for a shared token.
+With `share_prompts`, documents that begin with the same tokens, such as the answers to one prompt or the branches of a
+conversation, form a row with shared prompts ([`SharedPrompts`]). Hidden states of a shared token are copied to all of
+its documents. Dropout then draws one mask for a shared token.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from ..boundaries import SequenceBoundaries, text_position_ids
 from ..ops.attention import serves_packed_rows
 from ..ops.autograd import is_transformed
 from ..ops.prompts import repeat_rows
+from ..prefix_tree import Piece, prefix_pieces
 from ..shared_prompts import Copies, SharedPrompts
 from .adapters import acts_per_token
 from .inputs import is_causal, tokens_of
@@ -33,8 +33,6 @@ from .releases import CACHES
 
 logger = logging.get_logger(__name__)
 
-# A prompt is shared if this saves at least so many tokens, because another document costs about as much.
-_LEAST_SAVED = 64
 # The arguments of text models with one entry per token, and tokens that go to layers beside embeddings.
 _TOKENS = ("input_ids", "inputs_embeds", "ple_input_ids")
 
@@ -68,9 +66,9 @@ class PaddedBatch:
     ) -> "PaddedBatch | None":
         """Create it from a mask `[B, T]` of 0 and 1. Reading the mask is the only host sync.
 
-        With `input_ids` `[B, T]`, which are read as well, documents share the prompts that they start with.
+        With `input_ids` `[B, T]`, which are read as well, documents share the tokens that they begin with.
 
-        Returns `None` if the mask is all zeros, if it is all ones and no prompt is shared, or if the ones of a row are
+        Returns `None` if the mask is all zeros, if it is all ones and nothing is shared, or if the ones of a row are
         not contiguous.
         """
         real = attention_mask.to("cpu", torch.bool)
@@ -85,35 +83,29 @@ class PaddedBatch:
         lengths: list[int] = counts[counts > 0].tolist()
         if input_ids is not None and len(lengths) > 1:
             documents = input_ids.flatten().to("cpu")[slots].split(lengths)
-            groups = shared_prompts([document.numpy() for document in documents])
-            if groups:
-                return cls._sharing(groups, lengths, slots, shape, device)
+            pieces = prefix_pieces([document.numpy() for document in documents])
+            if len(pieces) > len(lengths):
+                return cls._sharing(pieces, lengths, slots, shape, device)
         if tokens == real.numel():
             return None
         boundaries = SequenceBoundaries.from_lengths(lengths)
         return cls(boundaries.to(device, non_blocking=True), slots.to(device, non_blocking=True), shape)
 
     @classmethod
-    def _sharing(cls, groups: list[tuple[list[int], int]], lengths: list[int], slots, shape, device) -> "PaddedBatch":
-        """Lay out the shared prompts of `groups` and documents without one first, then the rest of the others."""
+    def _sharing(cls, pieces: list[Piece], lengths: list[int], slots, shape, device) -> "PaddedBatch":
+        """Lay out the pieces of documents with common beginnings."""
         starts = np.cumsum([0, *lengths])
-        answered = {document for documents, _ in groups for document in documents}
-        pieces = [(documents[0], 0, tokens, -1) for documents, tokens in groups]
-        pieces += [(document, 0, n, -1) for document, n in enumerate(lengths) if document not in answered]
-        for prompt, (documents, tokens) in enumerate(groups):
-            pieces += [(document, tokens, lengths[document], prompt) for document in documents]
-        order = np.concatenate([np.arange(starts[d] + begin, starts[d] + end) for d, begin, end, _ in pieces])
-        # Each real token is the one of its document, or the one of the first document with the same prompt.
+        tokens = [np.arange(starts[document] + begin, starts[document] + end) for document, begin, end, _ in pieces]
+        row = SequenceBoundaries.from_lengths([len(own) for own in tokens])
+        boundaries = SharedPrompts.of(row, [piece.parent for piece in pieces])
+        # The token of the row for each real token.
         index = np.empty(len(slots), dtype=np.int64)
-        index[order] = np.arange(len(order))
-        for documents, n in groups:
-            for document in documents[1:]:
-                first = starts[documents[0]]
-                index[starts[document] : starts[document] + n] = index[first : first + n]
-        row = SequenceBoundaries.from_lengths([end - begin for _, begin, end, _ in pieces])
-        boundaries = SharedPrompts.of(row, [prompt for *_, prompt in pieces]).to(device, non_blocking=True)
-        sources = slots[torch.from_numpy(order)].to(device, non_blocking=True)
-        return cls(boundaries, slots.to(device, non_blocking=True), shape, Copies.of(index, device), sources)
+        for piece, path in zip(pieces, boundaries.tokens, strict=True):
+            if piece.end == lengths[piece.document]:
+                index[starts[piece.document] : starts[piece.document + 1]] = path.numpy()
+        boundaries, slots = (x.to(device, non_blocking=True) for x in (boundaries, slots))
+        sources = torch.from_numpy(np.concatenate(tokens)).to(device, non_blocking=True)
+        return cls(boundaries, slots, shape, Copies.of(index, device), slots.index_select(0, sources))
 
     def packed(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Pack the tokens `[B, T, ...]` and position ids of a forward's arguments into one row.
@@ -134,43 +126,6 @@ class PaddedBatch:
         rows, length = self.shape
         tokens = tokens if self.shared is None else repeat_rows(tokens, self.shared)
         return tokens.new_zeros(rows * length, *tokens.shape[1:]).index_copy(0, self.slots, tokens)
-
-
-def shared_prompts(documents: list[np.ndarray]) -> list[tuple[list[int], int]]:
-    """Find groups of documents that start with the same tokens, such that the row becomes short.
-
-    The documents of a group are neighbors in lexicographic order. Among such groups, the row is as short as possible.
-    Returns the documents of each group, in ascending order, and the number of tokens that they share. At least one
-    token of each document is not shared.
-    """
-    # Big-endian bytes sort like the tokens.
-    order = sorted(range(len(documents)), key=lambda document: documents[document].astype(">u8").tobytes())
-    lengths = [len(documents[document]) for document in order]
-    # In lexicographic order, the tokens that a run of documents shares are the fewest of its neighbors.
-    common = [0]
-    for left, right in pairwise(order):
-        n = min(len(documents[left]), len(documents[right]))
-        differs = np.flatnonzero(documents[left][:n] != documents[right][:n])
-        common.append(int(differs[0]) if len(differs) else n)
-    # best[i]: the tokens saved in the first i documents, the start of their last group, and what that group shares.
-    best = [(0, 0, 0)]
-    for end in range(1, len(order) + 1):
-        options, shared = [(best[end - 1][0], end - 1, 0)], lengths[end - 1] - 1
-        for begin in reversed(range(end - 1)):
-            shared = min(shared, common[begin + 1], lengths[begin] - 1)
-            saved = shared * (end - begin - 1)
-            if shared <= 0:
-                break
-            if saved >= _LEAST_SAVED:
-                options.append((best[begin][0] + saved, begin, shared))
-        best.append(max(options))
-    groups, end = [], len(order)
-    while end:
-        _, begin, shared = best[end]
-        if shared:
-            groups.append((sorted(order[begin:end]), shared))
-        end = begin
-    return sorted(groups)
 
 
 def _layers_take_rows(model: Any) -> bool:

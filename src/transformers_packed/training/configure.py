@@ -75,8 +75,8 @@ def configure_packing(
         float8 (`bool`, *optional*, defaults to `False`):
             Train linear layers with products in float8 ([`use_float8`]).
         share_prompts (`bool`, *optional*, defaults to `False`):
-            For TRL's trainers of preferences and of reinforcement learning: compute a prompt once for all answers of a
-            batch that start with it.
+            For TRL's trainers of preferences and of reinforcement learning: compute once what documents of a batch
+            begin with in common, such as the prompt of several answers.
         cuda_graphs (`bool`, *optional*):
             Run the layers of rows as CUDA graphs ([`use_cuda_graphs`]). By default, a row is measured before the first
             step on a GPU. Graphs stay on until the end of training if they make it faster and their memory is free, and a
