@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import random
 import unittest
 from contextlib import redirect_stdout
 from unittest import mock
@@ -15,8 +16,10 @@ from parameterized import parameterized
 from transformers import Trainer, TrainingArguments
 
 from transformers_packed import configure_packing, prefix_tree
+from transformers_packed.models import padding
 from transformers_packed.models.padding import PaddedBatch
 from transformers_packed.models.registry import has_our_classes, transformers_model
+from transformers_packed.shared_prompts import SharedPrompts, paths_of
 
 
 if HAS_TRL:
@@ -46,6 +49,23 @@ def reward(completion_ids, **kwargs):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
+def branching_rollouts(prompts, trainer):
+    """Conversations of three turns. A group shares the first turn, and pairs the second one. A tool replies to both."""
+    fields = {"prompt_ids": [], "completion_ids": [], "env_mask": [], "logprobs": None}
+    for number, prompt in enumerate(prompts):
+        completion, mask = [], []
+        for turn, shared_by in enumerate((4, 2, 1)):
+            branch = number % 4 // shared_by
+            draw = random.Random(f"{prompt} {turn} {branch}")
+            lengths = draw.randint(2, 5), 0 if shared_by == 1 else draw.randint(1, 4)
+            completion += [draw.randrange(3, 40) for _ in range(sum(lengths))]
+            mask += [1] * lengths[0] + [0] * lengths[1]
+        fields["prompt_ids"].append(trainer.processing_class(prompt)["input_ids"])
+        fields["completion_ids"].append(completion)
+        fields["env_mask"].append(mask)
+    return fields
+
+
 def configured(trainer, *args, **options):
     """Call `configure_packing` and return what it prints."""
     with redirect_stdout(io.StringIO()) as printed, mock.patch("tqdm.auto.tqdm.write", print):
@@ -66,7 +86,7 @@ class PreferenceTestCase(TRLTestCase):
             build_model("padded", vocab_size).save_pretrained(folder)
         return folder
 
-    def trainer(self, kind, *, lora=False, reference=False, steps=10, **arguments):
+    def trainer(self, kind, *, lora=False, reference=False, steps=10, rollout_func=None, **arguments):
         tokenizer = make_tokenizer()
         model = build_model("padded", len(tokenizer))
         if reference:
@@ -77,6 +97,8 @@ class PreferenceTestCase(TRLTestCase):
         common = {**SGD, "max_steps": steps, "logging_steps": 1}
         if kind in ("grpo", "rloo"):
             options["reward_funcs"] = reward
+            if rollout_func is not None:
+                options["rollout_func"] = rollout_func
             common |= GENERATION
         else:
             common |= {"per_device_train_batch_size": 4}
@@ -145,6 +167,14 @@ class EqualityTest(PreferenceTestCase):
     )
     def test_grpo(self, _, arguments):
         self.check("grpo", learning_rate=0.05, **arguments)
+
+    @parameterized.expand([("plain", {}), ("lora", {"beta": 0.1, "lora": True, "num_iterations": 2, "steps": 4})])
+    def test_grpo_of_conversations_that_branch(self, _, arguments):
+        """Prompts begin alike, a group shares its prompt and first turn, and pairs of it share the second turn."""
+        with mock.patch.object(padding.SharedPrompts, "of", side_effect=SharedPrompts.of) as rows:
+            arguments = {"learning_rate": 0.05, "per_device_train_batch_size": 8, **arguments}
+            self.check("grpo", rollout_func=branching_rollouts, **arguments)
+        self.assertEqual(max(len(paths_of(call.args[1])) for call in rows.call_args_list), 4)
 
     @parameterized.expand([("plain", {"beta": 0.0}), ("reference", {"beta": 0.05, "reference": True, "steps": 4})])
     def test_rloo(self, _, arguments):
