@@ -88,13 +88,14 @@ def loss_and_gradients(model, batch, wide=False):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def trains(model, collator, samples):
+def trains(model, collator, samples, configure=lambda trainer: None):
     """The loss of a step of a Trainer."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"max_steps": 1, "per_device_train_batch_size": len(samples), "learning_rate": 0.0}
         options |= {"use_cpu": True, "report_to": "none", "remove_unused_columns": False, "logging_steps": 1}
         args = TrainingArguments(folder, **options)
         trainer = Trainer(model, args, train_dataset=samples, data_collator=collator)
+        configure(trainer)
         trainer.train()
     return trainer.state.log_history[0]["loss"]
 
@@ -348,7 +349,6 @@ class RefusalsTest(unittest.TestCase):
             ({"model": stock, "on_leak": "ignore"}, "a model without classes"),
             ({"model": other, "on_leak": "ignore"}, "a model without classes"),
             ({"model": self.model, "pad_to_multiple_of": 4, "pad_token_id": 0}, "pad_to_multiple_of"),
-            ({"model": self.model, "return_seq_idx": True}, "return_seq_idx"),
         ):
             for tree in trees:
                 self.check(DataCollatorWithFlattening(**options), [tree], f"expected trees .* got {got}")
@@ -392,9 +392,17 @@ class RefusalsTest(unittest.TestCase):
             collator = DataCollatorWithFlattening(model=self.model)
             for order in (samples, samples[::-1]):
                 trainer = Trainer(self.model, args, train_dataset=order, data_collator=collator)
-                for mode in (True, "padding_free"):
-                    with self.assertRaisesRegex(ValueError, "expected one document in sample ., got samples that"):
-                        configure_packing(trainer, mode, 8 if mode is True else None)
+                with self.assertRaisesRegex(ValueError, "expected one document in sample ., got samples that"):
+                    configure_packing(trainer, True, 8)
+
+    @parameterized.expand([("list", list), ("table", Dataset.from_list)])
+    def test_configured_trainer(self, _, make):
+        """Each batch is a row of trees, and the first loss that of the model on it."""
+        samples = [node([1, 2, 3], {1}, node([8, 9], {1}), node([7], {0}))] * 2
+        model = make_model(dtype=torch.float32)
+        expected = model(**DataCollatorWithFlattening(model=model)(samples)).loss.item()
+        loss = trains(model, None, make(samples), lambda trainer: configure_packing(trainer, "padding_free"))
+        self.assertAlmostEqual(loss, expected, places=4)
 
     @parameterized.expand([("empty", []), ("nested", [[1, 2]]), ("none", None), ("floats", [1.5])])
     def test_prefixes(self, _, prefix):

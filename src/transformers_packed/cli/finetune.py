@@ -76,7 +76,11 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     config = supported_config(source, settings)
     tokenizer = load_tokenizer("--model", source, settings.trust_remote_code)
     samples = make_samples(
-        read_records(settings.data, settings.split, settings.subset), tokenizer, settings.max_length, settings.format
+        read_records(settings.data, settings.split, settings.subset),
+        tokenizer,
+        settings.max_length,
+        settings.format,
+        settings.every_turn,
     )
     _say_samples(samples, settings)
     kept = settings_to_keep(settings, source, samples)
@@ -318,10 +322,11 @@ def with_adapters(model: PreTrainedModel, settings: Namespace) -> PreTrainedMode
 def check_vocabulary(model: PreTrainedModel, samples: Samples) -> None:
     """Raise a `ValueError` if the tokenizer produced ids outside the model's vocabulary."""
     size = model.get_input_embeddings().weight.shape[0]
-    largest = max(int(sample["input_ids"].max()) for sample in samples.data)
-    if largest >= size:
+    if samples.largest >= size:
         expected = f"a tokenizer with ids below {size}, the size of the model's vocabulary"
-        raise input_error(expected, f"the id {largest}", "Save the model's own tokenizer with it.", option="--model")
+        raise input_error(
+            expected, f"the id {samples.largest}", "Save the model's own tokenizer with it.", option="--model"
+        )
 
 
 def make_trainer(

@@ -39,6 +39,8 @@ def add_parser(subparsers) -> Parser:
     shared("--split", "--subset", "--format")
     longest = f"maximum number of tokens per sample; longer samples are truncated (default: {LONGEST_SAMPLE}, or "
     count("--max-length", f"{longest}--row-length)")
+    turns = "train each turn of the assistant after the conversation as the chat template renders it up to there"
+    add("--every-turn", action="store_true", help=turns)
     add("--epochs", type=positive_float, default=1.0, metavar="X", help="passes over the data")
     count("--max-steps", "number of optimizer steps, instead of --epochs")
     rows = parser.add_mutually_exclusive_group()
@@ -80,6 +82,13 @@ def run(args: argparse.Namespace) -> int:
     args.max_length = args.max_length or args.row_length or LONGEST_SAMPLE
     if args.mtp_only and args.lora:
         raise input_error("--mtp-only without --lora", "both", "Adapters would not be trained.", option="--mtp-only")
+    for option, given in (
+        ("--row-length", args.row_length),
+        ("--sequence-parallel-size", args.sequence_parallel_size > 1),
+    ):
+        if args.every_turn and given:
+            got, fix = "both", f"Remove {option}. Use --batch-size for the samples of a row."
+            raise input_error(f"--every-turn without {option}", got, fix, option="--every-turn")
     _check_processes(args.sequence_parallel_size, int(os.environ.get("WORLD_SIZE", 1)))
     if args.row_length and args.max_length > args.row_length:
         fix = "Lower it, or raise --row-length."

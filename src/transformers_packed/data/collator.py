@@ -293,7 +293,6 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             "pad_to_multiple_of": self.pad_to_multiple_of,
             "one label per sample": document_labels is not None,
             "images or videos": any(f.get(name) is not None for f in features for name in VISION_COLUMNS),
-            "return_seq_idx or return_flash_attn_kwargs": self.return_seq_idx or self.return_flash_attn_kwargs,
         }
         if got := next((what for what, given in found.items() if given), None):
             fix = "Pass model=model after patch_model(model), and drop other options, or pass whole documents."

@@ -27,12 +27,14 @@ from .samples import (
     cut_sample,
     documents_of,
     has_items,
+    is_tree,
     real_length,
     real_sample,
     refuse_tree,
     spread,
 )
 from .tables import columns_of, is_list, list_lengths, padded_lengths, suspects, table_lengths
+from .trees import nodes_of, tokens_in
 
 
 logger = logging.get_logger(__name__)
@@ -338,11 +340,19 @@ def sampled_lengths(dataset: Any, masked: bool = False) -> np.ndarray:
     With `masked`, tokens with an `attention_mask` of 0 count as well, as in the padded batches of these samples.
     """
     lengths = table_lengths(dataset)
-    if lengths is None:
+    if lengths is None or _holds_trees(dataset, lengths):
         samples = ((number, dataset[number]) for number in spread(len(dataset), _PROBED))
-        return np.array([len(x["input_ids"]) if masked else real_length(x, number) for number, x in samples])
+        return np.array(
+            [len(x["input_ids"]) if masked and not is_tree(x) else tokens_in(x, number) for number, x in samples]
+        )
     _refuse_unusable(dataset, lengths)
     return padded_lengths(dataset) if masked else lengths
+
+
+def _holds_trees(dataset: Any, lengths: np.ndarray) -> bool:
+    """Whether the first sample of a table with the length -1 is a tree."""
+    unusable = np.flatnonzero(lengths < 0)
+    return len(unusable) > 0 and is_tree(dataset[int(unusable[0])])
 
 
 def find_unusable(dataset: Any) -> tuple[int, str] | None:
@@ -368,8 +378,8 @@ def _error_of(dataset: Any, number: int) -> ValueError | None:
     # A format may turn missing values into others.
     plain = dataset if columns is None else dataset.with_format(None, columns=list(columns))
     try:
-        for sample in documents_of(plain[number]):
-            check_sample(number, sample)
+        for node in nodes_of(documents_of(plain[number]))[0]:
+            check_sample(number, node)
     except ValueError as error:
         return error
     return None
@@ -380,6 +390,7 @@ def _refuse_unusable(dataset: Any, lengths: np.ndarray) -> None:
     unusable = np.flatnonzero(lengths < 0)
     if len(unusable):
         number = int(unusable[0])
+        refuse_tree(number, dataset[number])
         got = f"another sample {number} in the second pass"
         raise _error_of(dataset, number) or input_error("a dataset that returns the same samples again", got)
 

@@ -14,6 +14,7 @@ from .samples import (
     count_targets,
     cut_sample,
     documents_of,
+    is_tree,
     real_sample,
     some_samples,
 )
@@ -38,6 +39,8 @@ def excerpts(dataset: Any, lengths: tuple[int, ...]) -> tuple[list, str | None]:
         return [], "samples come from a stream that can be read only once"
     documents: list = []
     for document in chain.from_iterable(map(documents_of, rows)):
+        if is_tree(document):
+            return [], "samples have turns that branch. Check a batch with verify_packing"
         cut = cut_around_target(document, lengths[len(documents)])
         if len(cut["input_ids"]) > 1 and ("labels" not in cut or targets_of(cut)):
             documents.append(cut)

@@ -25,7 +25,7 @@ from typing import Any
 
 from ..errors import input_error
 from ..shared_prompts import level_order
-from .samples import ANSWERS, IGNORED_LABEL, PREFIX, TURNS, as_list, is_tree
+from .samples import ANSWERS, IGNORED_LABEL, PREFIX, TURNS, as_list, is_tree, real_length
 
 
 Sample = dict[str, Any]
@@ -52,6 +52,13 @@ def nodes_of(samples: Iterable[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
             nodes.append(node)
             parents.append(parent)
     return nodes, parents
+
+
+def tokens_in(sample: Mapping[str, Any], index: int | None = None) -> int:
+    """The number of real tokens of a sample and its turns. Raises the errors of [`real_sample`]."""
+    nodes, parents = nodes_of([sample])
+    prefix = parents[0] if isinstance(parents[0], tuple) else ()
+    return len(prefix) + sum(real_length(node, index) for node in nodes)
 
 
 def _prefix_of(group: Mapping[str, Any]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import find_unusable
 from ..data.documents import first_sample, is_packed
-from ..data.samples import TOKEN_TYPES, VISION_COLUMNS, is_tree
+from ..data.samples import ANSWERS, PREFIX, TOKEN_TYPES, TURNS, VISION_COLUMNS, is_tree
 from ..errors import input_error
 from ..models.adapters import adapter_per_row
 from ..models.families import LANGUAGE_MODELS, families_of, family_of, titles
@@ -325,12 +325,13 @@ def _of_samples(trainer: Trainer) -> Iterator[ValueError]:
     one = any(name in sample and np.ndim(sample[name]) == 0 for name in ("labels", "label", "label_ids"))
     none = "labels" not in sample and not type(trainer.data_collator).__name__.endswith(_LABELLING)
     fix = "Add a labels column, or pass DataCollatorForLanguageModeling(tokenizer, mlm=False)."
-    removed = "seq_lengths" in sample and args.remove_unused_columns and not sft
-    got = "rows with the column seq_lengths, which remove_unused_columns=True removes"
+    needed = next((name for name in ("seq_lengths", TURNS, ANSWERS) if name in sample), None)
+    removed = (needed == "seq_lengths" or is_tree(sample)) and args.remove_unused_columns and not sft
+    got = f"samples with the column {needed}, which remove_unused_columns=True removes"
     yield from refused(
         (one, "labels per token", "samples with one label each (sequence classification)", _PADDED),
         (none, "labels", "samples without labels, and a collator that creates none", fix),
-        (removed, "rows with document boundaries", got, "Set remove_unused_columns=False."),
+        (removed, "all columns of rows and trees", got, "Set remove_unused_columns=False."),
     )
     if (unusable := find_unusable(trainer.train_dataset)) is not None:
         yield ValueError(unusable[1])
@@ -341,8 +342,9 @@ def _of_columns(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterat
     sample = first_sample(trainer.train_dataset)
     if sample is None or is_sft_trainer(trainer) or isinstance(trainer.data_collator, DataCollatorWithFlattening):
         return
-    read = set(signature(model.forward).parameters) if trainer.args.remove_unused_columns else set(sample)
-    left_out = sorted((set(sample) & read) - _TEXT - (_VISION if _takes_images(model) else set()))
+    columns = set(sample) - ({TURNS, ANSWERS, PREFIX} if is_tree(sample) else set())
+    read = set(signature(model.forward).parameters) if trainer.args.remove_unused_columns else columns
+    left_out = sorted((columns & read) - _TEXT - (_VISION if _takes_images(model) else set()))
     whose = "a processor's" if any(name.startswith(("pixel", "image", "video")) for name in left_out) else "the"
     got = f"{whose} columns {', '.join(left_out)}, which packed rows of {type(model).__name__} do not support"
     yield from refused((left_out, "samples of tokens", got, "Remove the columns, or train on padded batches."))

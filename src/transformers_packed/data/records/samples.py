@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import chain
@@ -25,7 +26,9 @@ from transformers.utils import logging
 
 from ...errors import input_error
 from ..samples import IGNORED_LABEL, count_targets
+from ..trees import nodes_of
 from .chat import AssistantTurns, check_messages, describe, from_json, target_turns
+from .turns import samples_of
 
 
 logger = logging.get_logger(__name__)
@@ -44,8 +47,9 @@ class Samples:
     Args:
         format (`str`):
             A key of `FORMATS`.
-        data (`list[dict[str, numpy.ndarray]]`):
-            The samples, each with `input_ids` and `labels` (int32 `[tokens]`, -100 where there is no loss).
+        data (`list[dict[str, Any]]`):
+            The samples, each with `input_ids` and `labels` (int32 `[tokens]`, -100 where there is no loss), and with
+            `turns`, the samples that continue it, if there are such.
         truncated (`int`):
             Samples that were truncated, including dropped ones.
         dropped (`int`):
@@ -53,26 +57,36 @@ class Samples:
     """
 
     format: str
-    data: list[dict[str, np.ndarray]] = field(default_factory=list)
+    data: list[dict[str, Any]] = field(default_factory=list)
     truncated: int = 0
     dropped: int = 0
 
     @property
     def tokens(self) -> int:
-        """Tokens in all samples."""
-        return sum(len(sample["input_ids"]) for sample in self.data)
+        """Tokens in all samples. Those that several turns continue count once."""
+        return sum(len(node["input_ids"]) for node in nodes_of(self.data)[0])
 
     @property
     def targets(self) -> int:
         """Tokens with loss. The first token of a sample has none, because no token predicts it."""
-        return sum(count_targets(sample["labels"]) for sample in self.data)
+        nodes, parents = nodes_of(self.data)
+        labels = [
+            node["labels"] if parent is not None else node["labels"][1:]
+            for node, parent in zip(nodes, parents, strict=True)
+        ]
+        return sum(int((x != IGNORED_LABEL).sum()) for x in labels)
+
+    @property
+    def largest(self) -> int:
+        """The largest token id."""
+        return max(int(node["input_ids"].max()) for node in nodes_of(self.data)[0])
 
     def fingerprint(self) -> str:
         """A hash of all tokens and labels in order."""
         digest = hashlib.sha256()
-        for sample in self.data:
-            digest.update(len(sample["input_ids"]).to_bytes(8, "little"))
-            digest.update(sample["input_ids"].tobytes() + sample["labels"].tobytes())
+        for node, parent in zip(*nodes_of(self.data), strict=True):
+            digest.update(len(node["input_ids"]).to_bytes(8, "little") + str(parent).encode())
+            digest.update(node["input_ids"].tobytes() + node["labels"].tobytes())
         return digest.hexdigest()
 
 
@@ -161,7 +175,11 @@ def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[s
 
 
 def make_samples(
-    records: Iterable[tuple[str, Any]], tokenizer: PreTrainedTokenizerBase, max_length: int, format: str | None = None
+    records: Iterable[tuple[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    format: str | None = None,
+    every_turn: bool = False,
 ) -> Samples:
     """Tokenize records of one format.
 
@@ -177,24 +195,26 @@ def make_samples(
             Maximum number of tokens per sample.
         format (`str`, *optional*):
             A key of `FORMATS`. By default, the columns of the records determine it.
+        every_turn (`bool`, *optional*, defaults to `False`):
+            Whether each turn of the assistant follows the conversation as the chat template renders it up to there.
+            Templates that omit the reasoning of earlier turns then give samples that branch.
 
     Raises:
         `ValueError`: a record is malformed or has another format than the first one, the tokenizer lacks a chat
             template or an EOS token that the format needs, or no sample is left.
     """
-    samples, read = None, _Records(tokenizer, format)
+    samples, read = None, _Records(tokenizer, format, every_turn)
     for place, record in tqdm(records, "tokenizing", unit="record", disable=None):
         try:
-            input_ids, labels = read(record)
+            renderings = read(record)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         samples = samples or Samples(read.format)
-        samples.truncated += len(input_ids) > max_length
-        labels = np.array(labels[:max_length], np.int32)
-        if count_targets(labels):
-            samples.data.append({"input_ids": np.array(input_ids[:max_length], np.int32), "labels": labels})
-        else:
-            samples.dropped += 1
+        samples.truncated += any(len(input_ids) > max_length for input_ids, _ in renderings)
+        columns = [tuple(np.array(x[:max_length], np.int32) for x in rendering) for rendering in renderings]
+        with_targets = [(input_ids, labels) for input_ids, labels in columns if count_targets(labels)]
+        samples.data += samples_of(with_targets) if with_targets else []
+        samples.dropped += not with_targets
     if samples is None:
         raise input_error("at least one record", "none", "Check the file or the split.", option="--data")
     if not samples.data:
@@ -207,13 +227,16 @@ def make_samples(
 class _Records:
     """Converts records of one format to tokens and labels. The format is given or that of the first record."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, wanted: str | None):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, wanted: str | None, every_turn: bool):
         self.tokenizer = tokenizer
         self.wanted = wanted
+        self.every_turn = every_turn
+        self.noted = False
         self.format: str | None = None
         self.turns: AssistantTurns | None = None
 
-    def __call__(self, record: Any) -> tuple[list[int], list[int]]:
+    def __call__(self, record: Any) -> list[tuple[list[int], list[int]]]:
+        """The tokens and labels of a record, or those of each turn."""
         if not isinstance(record, dict):
             raise input_error("a JSON object", describe(record))
         record = without_nulls(record)
@@ -226,19 +249,19 @@ class _Records:
             first, got = (" and ".join(FORMATS[name]) for name in (self.format, found))
             raise input_error(f"the columns of the first record, {first}", got, "Train each format in a separate run.")
         if found == "messages":
-            return self._conversation(record, check_messages("messages", record["messages"]))
+            return self._turns(record, check_messages("messages", record["messages"]))
         if found == "text":
             input_ids = self._with_eos(self._encode(_string("text", record["text"]), add_special_tokens=True))
-            return input_ids, input_ids
+            return [(input_ids, input_ids)]
         if isinstance(record["prompt"], list) or isinstance(record["completion"], list):
             prompt, completion = (check_messages(name, record[name]) for name in FORMATS[found])
-            return self._conversation(record, [*prompt, *completion], len(prompt))
+            return self._turns(record, [*prompt, *completion], len(prompt))
         # Each part is tokenized separately, so that the prompt has the same tokens as at inference.
         prompt = _string("prompt", record["prompt"], may_be_empty=True)
         prompt_ids = self._encode(prompt, add_special_tokens=True)
         completion = _string("completion", record["completion"])
         completion_ids = self._with_eos(self._encode(completion, add_special_tokens=False))
-        return [*prompt_ids, *completion_ids], [*[IGNORED_LABEL] * len(prompt_ids), *completion_ids]
+        return [([*prompt_ids, *completion_ids], [*[IGNORED_LABEL] * len(prompt_ids), *completion_ids])]
 
     def _format_of(self, record: dict[str, Any]) -> str:
         """The given format, or the one that matches the columns of the record."""
@@ -252,12 +275,42 @@ class _Records:
         fix = f"Choose one with --format {' or '.join(found)}." if found else "Rename or add columns."
         raise input_error("the columns of one format: messages, prompt and completion, or text", got, fix)
 
+    def _turns(
+        self, record: dict[str, Any], messages: list[dict[str, Any]], first: int | None = None
+    ) -> list[tuple[list[int], list[int]]]:
+        """The conversation, or with `every_turn` the conversation up to each turn that is a target."""
+        turns = target_turns(messages, first or 0) if self.every_turn else []
+        if not turns:
+            self._note_other_renderings(record, messages, first or 0)
+            return [self._conversation(record, messages, first)]
+        return [self._conversation(record, _up_to(messages, turn), first) for turn in turns]
+
+    def _note_other_renderings(self, record: dict[str, Any], messages: list[dict[str, Any]], first: int) -> None:
+        """Log once if the template renders a turn that is a target differently when others follow."""
+        turn = next(iter(target_turns(messages, first)), len(messages))
+        if self.noted or turn + 1 >= len(messages):
+            return
+        self.turns = self.turns or AssistantTurns(self.tokenizer)
+        options = self._options(record)
+        with suppress(Exception):  # a template may raise anything, which the rendering of the whole reports
+            whole, start = (self.turns.render(x, **options) for x in (messages, messages[: turn + 1]))
+            self.noted = not whole.startswith(start)
+            if self.noted:
+                logger.warning(
+                    "The chat template renders earlier turns of the assistant differently from the last one, so they "
+                    "are trained in a form that the model does not write. Train each turn as it is written with "
+                    "--every-turn, or every_turn=True."
+                )
+
+    def _options(self, record: dict[str, Any]) -> dict[str, Any]:
+        return {"tools": self._tools(record), **self._template_variables(record)}
+
     def _conversation(
         self, record: dict[str, Any], messages: list[dict[str, Any]], first: int | None = None
     ) -> tuple[list[int], list[int]]:
         """Tokens, and labels on the assistant's turns, optionally starting at message number `first`."""
         self.turns = self.turns or AssistantTurns(self.tokenizer)
-        options = {"tools": self._tools(record), **self._template_variables(record)}
+        options = self._options(record)
         if unread := self.turns.unread_keys(messages):
             logger.warning_once(f"The chat template does not read these keys of messages: {', '.join(unread)}.")
         try:
@@ -323,6 +376,12 @@ class _Records:
             fix = "Set tokenizer.eos_token and save the tokenizer beside the model."
             raise input_error("a tokenizer with an EOS token to end each sample", "one without", fix)
         return input_ids if input_ids[-1:] == [eos] else [*input_ids, eos]
+
+
+def _up_to(messages: list[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
+    """The messages up to number `turn`, which is the only target."""
+    earlier = [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages[:turn]]
+    return [*earlier, messages[turn]]
 
 
 def without_nulls(value: Any) -> Any:
