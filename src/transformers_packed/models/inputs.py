@@ -110,7 +110,7 @@ def resolve_boundaries(
 
 def _parents(metadata: dict) -> torch.Tensor | None:
     """Remove the parents of documents from the metadata and return them."""
-    given = {name: x for name in PARENT_KEYWORDS if (x := metadata.pop(name, None)) is not None}
+    given = {name: metadata.pop(name) for name in PARENT_KEYWORDS if name in metadata}
     if len(given) > 1:
         raise input_error("parent_of or prompt_of", "both", "Pass parent_of alone.")
     return next(iter(given.values()), None)
