@@ -327,6 +327,11 @@ class SequenceBoundaries:
         tokens = torch.arange(self.total_length, device=self.cu_seqlens.device)
         return tokens[None] - self.cu_seqlens[:-1].long()[self.seq_idx.long()]
 
+    @property
+    def final_tokens(self) -> torch.Tensor:
+        """int64 `[N]`: the index of each document's last token, which no token follows. No host sync."""
+        return self.cu_seqlens[1:].long() - 1
+
     def chunk_counts(self, size: int) -> tuple[torch.Tensor, int]:
         """The chunks of `size` tokens in each document, int32 `[N]`, and their total number. No host sync."""
         counts = (self.cu_seqlens.diff() + (size - 1)) // size

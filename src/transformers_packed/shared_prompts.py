@@ -83,6 +83,13 @@ class SharedPrompts(SequenceBoundaries):
         return found
 
     @derived_property
+    def final_tokens(self) -> torch.Tensor:
+        """int64: the index of the last token of each document that no other one continues."""
+        parents = set(self.parent_of)
+        last = [document for document in range(self.num_documents) if document not in parents]
+        return (self.cu_seqlens_cpu[1:].long() - 1)[last].to(self.cu_seqlens.device, non_blocking=True)
+
+    @derived_property
     def successors(self) -> "Successors":
         """The row of all tokens that follow another one in their document, which the first one of a tree does not."""
         device = self.cu_seqlens.device

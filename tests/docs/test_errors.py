@@ -197,6 +197,7 @@ def of_preferences() -> Calls:
     yield lambda: collator([{"prefix": [], "answers": [{"input_ids": [7]}]}])
     yield lambda: collator([{"input_ids": [5], "turns": [[6], [7]]}])
     yield lambda: collator([{"input_ids": [5], "turns": [{"input_ids": []}, {"input_ids": [7]}]}])
+    yield lambda: collator([{"tree_cu_seqlens_q": torch.tensor([0, 5])}] * 2)
     yield lambda: PackingDataset([{"input_ids": [5], "turns": [{"input_ids": [7]}]}], 8)
     yield lambda: model(**{name: x for name, x in collator(samples).items() if name != "cu_seqlens"})
     yield lambda: prompts.gated_delta_rule(*HEADS, boundaries=shared, initial_state=torch.zeros(2, 2, 8, 8))

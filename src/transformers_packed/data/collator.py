@@ -32,6 +32,7 @@ from .samples import (
     refuse_missing,
 )
 from .trees import Parent, nodes_of, row_of
+from .trl_rows import is_trl_row, read_trl_row
 
 
 logger = logging.get_logger(__name__)
@@ -54,6 +55,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     tokens of all that it continues and its own, and the row holds what several of them share once ([`SharedPrompts`]).
     A group, `{"prefix": tokens, "answers": samples}`, is such a tree whose first node has no labels. `data/trees.py`
     has the layout. Trees require a `model` with classes of this package.
+
+    A row of TRL's `TreeRow.pack()` is the only element of its batch, which has `input_ids`, `position_ids` and
+    `shift_labels` `[1, N]`, `cu_seqlens`, `parent_of`, and the columns of its terms.
 
     A sample holds `input_ids` (a list, numpy array or tensor) and these optional columns:
 
@@ -189,6 +193,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         separator_id: int | None = None,
     ) -> dict[str, Any]:
         """Flatten `features` into one packed row. The class docstring describes features and batches."""
+        if any(map(is_trl_row, features)):
+            return self._of_trl_row(features, return_tensors)
         nodes, parents = nodes_of(sample for feature in features for sample in documents_of(feature))
         try:
             return self._flatten(nodes, parents, return_tensors, separator_id)
@@ -227,7 +233,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             batch["labels"][0, -padding:] = IGNORED_LABEL
             batch["padding_tokens"] = padding
 
-        to_tensor = np.asarray if (return_tensors or self.return_tensors) == "np" else torch.as_tensor
+        to_tensor = self._to_tensor(return_tensors)
         if document_labels is not None:
             batch["labels"] = to_tensor(_labels_of_documents(document_labels, bool(padding)))
         for name in token_columns:
@@ -236,6 +242,26 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         lengths = [len(sample["input_ids"]) for sample in samples]
         batch |= self._boundaries(lengths, padding, parent_of, to_tensor)
         return self._with_vision(batch, features, lengths, to_tensor)
+
+    def _of_trl_row(self, features: Sequence[Any], return_tensors: str | None) -> dict[str, Any]:
+        """The batch of a row of TRL, whose terms keep their places."""
+        if len(features) > 1:
+            got = f"{len(features)} elements"
+            raise input_error("a row of TreeRow.pack() alone in its batch", got, "Set the batch size to 1.")
+        self._check_trees(features, None)
+        boundaries, parent_of, columns = read_trl_row(features[0])
+        columns |= {
+            "cu_seqlens": boundaries.cu_seqlens,
+            "position_ids": columns["position_ids"] + self.position_ids_start,
+        }
+        if not self.return_position_ids:
+            del columns["position_ids"]
+        to_tensor = self._to_tensor(return_tensors)
+        batch = {name: to_tensor(column) for name, column in columns.items()}
+        return batch | self._boundaries(boundaries.lengths, 0, parent_of if max(parent_of) >= 0 else [], to_tensor)
+
+    def _to_tensor(self, return_tensors: str | None) -> Callable:
+        return np.asarray if (return_tensors or self.return_tensors) == "np" else torch.as_tensor
 
     def _add_padding(self, samples: list[dict[str, Any]]) -> int:
         """Add the padding at the end of the row as a document. Returns its length."""
@@ -286,7 +312,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 f"boundaries of the batch's {documents} documents", "return_position_ids=False alone", fix
             )
 
-    def _check_trees(self, features: list[Mapping[str, Any]], document_labels: list | None) -> None:
+    def _check_trees(self, features: Sequence[Mapping[str, Any]], document_labels: list | None) -> None:
         """Raise a `ValueError` for options and columns that trees do not support."""
         found = {
             "a model without classes of this package, or none": not self.model_shares_prompts,
@@ -378,7 +404,7 @@ class CausalLabelsCollator(DataCollatorWithFlattening):
         super().__init__(**kwargs)
         self.ignored_token = ignored_token
 
-    def _check_trees(self, features: list[Mapping[str, Any]], document_labels: list | None) -> None:
+    def _check_trees(self, features: Sequence[Mapping[str, Any]], document_labels: list | None) -> None:
         raise unsupported("a collator that labels all tokens", "trees of samples", "Give their nodes labels.")
 
     def __call__(self, features: Any, return_tensors: str | None = None, separator_id: int | None = None) -> dict:

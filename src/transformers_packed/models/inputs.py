@@ -339,10 +339,11 @@ def mask_targets_across_documents(
 ) -> torch.Tensor | None:
     """Mask the targets in `labels` `[1, T]` that make a document's last token predict the next document's first token.
 
-    `shift_labels` in `kwargs`, whose targets are one token earlier, is masked in the same way. The loss of each
-    document is unchanged, because a separate document has no target for its first token either. A shard of a row
-    requires `shift_labels`, which `shard_batch` has masked, because the target of its last token is in another shard.
-    With `logits_to_keep`, both have one entry for each token whose logits are kept.
+    `shift_labels` in `kwargs`, whose targets are one token earlier, is masked in the same way. It may have a target at
+    the end of a document that others continue, which is the first token of all of these. The loss of each document is
+    unchanged, because a separate document has no target for its first token either. A shard of a row requires
+    `shift_labels`, which `shard_batch` has masked, because the target of its last token is in another shard. With
+    `logits_to_keep`, both have one entry for each token whose logits are kept.
     """
     if boundaries.is_shard:
         if labels is not None and kwargs.get("shift_labels") is None:
@@ -355,20 +356,23 @@ def mask_targets_across_documents(
         if labels is not None:
             labels = labels.index_fill(1, boundaries.cu_seqlens[:-1].long().to(labels.device), -100)
         if shift_labels is not None:
-            ends = boundaries.cu_seqlens[1:].long() - 1
-            kwargs["shift_labels"] = shift_labels.index_fill(1, ends.to(shift_labels.device), -100)
+            ends = boundaries.final_tokens.to(shift_labels.device)
+            kwargs["shift_labels"] = shift_labels.index_fill(1, ends, -100)
         return labels
-    ends = torch.zeros(boundaries.total_length, dtype=torch.bool, device=boundaries.cu_seqlens.device)
+    nowhere = torch.zeros(boundaries.total_length, dtype=torch.bool, device=boundaries.cu_seqlens.device)
     # An assignment would copy the value from the host and wait for the GPU.
-    ends = ends.index_fill_(0, boundaries.cu_seqlens[1:].long() - 1, True)[None, kept_tokens(logits_to_keep)]
+    last, final = (
+        nowhere.index_fill(0, ends, True)[None, kept_tokens(logits_to_keep)]
+        for ends in (boundaries.cu_seqlens[1:].long() - 1, boundaries.final_tokens)
+    )
     for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
-        if targets is not None and targets.shape != ends.shape:
-            expected = f"{name} of shape {tuple(ends.shape)}, one for each token that logits_to_keep keeps"
+        if targets is not None and targets.shape != last.shape:
+            expected = f"{name} of shape {tuple(last.shape)}, one for each token that logits_to_keep keeps"
             raise input_error(expected, tuple(targets.shape), f"Index {name} like the logits.")
     if shift_labels is not None:
-        kwargs["shift_labels"] = shift_labels.masked_fill(ends.to(shift_labels.device), -100)
+        kwargs["shift_labels"] = shift_labels.masked_fill(final.to(shift_labels.device), -100)
     # A label is the target of the kept token before it.
-    return labels if labels is None else labels.masked_fill(ends.roll(1, dims=1).to(labels.device), -100)
+    return labels if labels is None else labels.masked_fill(last.roll(1, dims=1).to(labels.device), -100)
 
 
 def kept_tokens(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:

@@ -11,11 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..audit.isolation import leak_between
 from ..audit.model_state import quiet
+from ..boundaries import SequenceBoundaries
 from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
 from ..models.cuda_graphs import without_graphs
 from ..models.float8 import has_float8
-from ..models.inputs import resolve_boundaries
+from ..models.inputs import mask_targets_across_documents, resolve_boundaries
 from ..shared_prompts import SharedPrompts
 from .restore import as_before
 
@@ -101,34 +102,39 @@ def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified
     with without_graphs(inner), as_before(inner, next(inner.parameters()).device):
         leak = leak_between(inner, lambda: inner(**batch), batch, places[few], sources[few])
         check_leak(leak, len(places))
-        loss, alone = _losses(inner, batch, sources, boundaries.lengths)
+        loss, alone = _losses(inner, batch, sources, boundaries)
     if loss is not None and alone is not None and not abs(loss - alone) <= BARS[precision_of(inner)][0] * abs(alone):
         raise DifferenceError(f"{difference('the documents alone', loss, alone)} {PADDED}")
     return Verified(len(places), leak, loss, alone)
 
 
 def _losses(
-    model: torch.nn.Module, batch: Mapping[str, Any], sources: list[torch.Tensor], lengths: list[int]
+    model: torch.nn.Module, batch: Mapping[str, Any], sources: list[torch.Tensor], boundaries: SequenceBoundaries
 ) -> tuple[float | None, float | None]:
     """The loss of a row, and the mean of the losses of its documents alone, if it has a label for each token."""
     labels = batch.get("labels")
     if labels is None or labels.shape != batch["input_ids"].shape:
         return None, None
+    targets = {"labels": labels, "shift_labels": batch.get("shift_labels")}
+    mask_targets_across_documents(boundaries, None, targets)
     with quiet(model), torch.no_grad():
         row = model(**batch).loss.item()
-        parts = [_alone(model, batch, labels, *part) for part in zip(sources, lengths, strict=True)]
+        parts = [_alone(model, batch, targets, *part) for part in zip(sources, boundaries.lengths, strict=True)]
     counts = sum(count for _, count in parts)
     return row, sum(loss * count for loss, count in parts) / counts if counts else None
 
 
-def _alone(model: torch.nn.Module, batch: Mapping[str, Any], labels: torch.Tensor, source: torch.Tensor, length: int):
+def _alone(
+    model: torch.nn.Module, batch: Mapping[str, Any], targets: dict[str, Any], source: torch.Tensor, length: int
+) -> tuple[float, int]:
     """The loss of the last `length` tokens of a document alone, and its targets."""
-    targets = labels[:, source]
-    # The row has no target for the first one either.
-    targets[:, : len(source) - length + 1] = IGNORED_LABEL
-    count = int((targets != IGNORED_LABEL).sum())
+    own = {name: x[:, source] for name, x in targets.items() if x is not None}
+    for name, x in own.items():
+        # The row has no target for the first one either. That of its last one may be in the next document.
+        x[:, : len(source) - length + (name == "labels")] = IGNORED_LABEL
+    count = int((own.get("shift_labels", own["labels"]) != IGNORED_LABEL).sum())
     ids = batch["input_ids"][:, source]
-    return (model(input_ids=ids, labels=targets, use_cache=False).loss.item() if count else 0.0), count
+    return (model(input_ids=ids, **own, use_cache=False).loss.item() if count else 0.0), count
 
 
 def compare(
