@@ -230,7 +230,15 @@ class ReasonsTest(ConfigureTestCase):
         self.check(self.trainer(dataset=[{"text": "x"}] * 6), "samples without input_ids: columns")
         self.check(self.trainer(dataset=[{"input_ids": [1, 2]}] * 6), "samples without labels")
         rows = pack_dataset(Dataset.from_list(Samples(12).rows), 128)
-        self.check(self.trainer(dataset=rows), "column seq_lengths, which remove_unused_columns=True removes")
+        group = {"prefix": [1, 2], "answers": [{"input_ids": [3], "labels": [3]}]}
+        tree = {"input_ids": [1], "labels": [1], "turns": [{"input_ids": [2], "labels": [2]}] * 2}
+        for dataset, name in ((rows, "seq_lengths"), ([group] * 6, "answers"), ([tree] * 6, "turns")):
+            # In every mode, because the Trainer alone would train on other samples.
+            for mode in ("auto", "padding_free", True, False):
+                with self.assertRaisesRegex(
+                    ValueError, f"remove_unused_columns=True, which removes the column {name}"
+                ):
+                    configure_packing(self.trainer(dataset=dataset), mode, 8 if mode is True else None)
 
     @parameterized.expand([("missing", None), ("numbered mask", [1, 1, 2])])
     def test_a_sample_that_cannot_be_used(self, _, wrong):

@@ -306,8 +306,18 @@ def _of_collator(trainer: Trainer) -> Iterator[ValueError]:
         yield input_error("a collator that only pads", got, fix)
 
 
+def against_removal(trainer: Trainer) -> tuple[Any, str, str, str]:
+    """The rule that Trainer keeps the columns which divide rows and trees. Without them it would train on other samples."""
+    sample, name = first_sample(trainer.train_dataset), None
+    if isinstance(sample, Mapping) and ("seq_lengths" in sample or is_tree(sample)):
+        name = next(name for name in ("seq_lengths", TURNS, ANSWERS) if name in sample)
+    wrong = name and trainer.args.remove_unused_columns and not is_sft_trainer(trainer)
+    got = f"remove_unused_columns=True, which removes the column {name}"
+    return wrong, "a Trainer that keeps the columns of rows and trees", got, "Set remove_unused_columns=False."
+
+
 def _of_samples(trainer: Trainer) -> Iterator[ValueError]:
-    args, sample, sft = trainer.args, first_sample(trainer.train_dataset), is_sft_trainer(trainer)
+    args, sample = trainer.args, first_sample(trainer.train_dataset)
     wrapped = getattr(args, "packing", False) and getattr(args, "packing_strategy", None) == "wrapped"
     discards = 'packing_strategy="wrapped", which discards the document boundaries'
     cuts = "accelerator_config with dispatch_batches=True, which would cut rows into pieces"
@@ -325,13 +335,9 @@ def _of_samples(trainer: Trainer) -> Iterator[ValueError]:
     one = any(name in sample and np.ndim(sample[name]) == 0 for name in ("labels", "label", "label_ids"))
     none = "labels" not in sample and not type(trainer.data_collator).__name__.endswith(_LABELLING)
     fix = "Add a labels column, or pass DataCollatorForLanguageModeling(tokenizer, mlm=False)."
-    needed = next((name for name in ("seq_lengths", TURNS, ANSWERS) if name in sample), None)
-    removed = (needed == "seq_lengths" or is_tree(sample)) and args.remove_unused_columns and not sft
-    got = f"samples with the column {needed}, which remove_unused_columns=True removes"
     yield from refused(
         (one, "labels per token", "samples with one label each (sequence classification)", _PADDED),
         (none, "labels", "samples without labels, and a collator that creates none", fix),
-        (removed, "all columns of rows and trees", got, "Set remove_unused_columns=False."),
     )
     if (unusable := find_unusable(trainer.train_dataset)) is not None:
         yield ValueError(unusable[1])

@@ -35,6 +35,7 @@ from .callbacks.warm_up import GraphsCallback, WarmUpCallback, usual_rows
 from .callbacks.weights import WeightsCallback
 from .checks import (
     PREFERENCE,
+    against_removal,
     check_cache,
     excludes_graphs,
     is_preference_trainer,
@@ -201,6 +202,7 @@ def _check_options(trainer: Trainer, options: Options) -> None:
         (shares and mode == "off", 'share_prompts=True with packing="auto" or "padding_free"', "packing=False", ""),
         (shares and not is_preference_trainer(trainer), prompts, name, repeats),
         (why, graphs, str(why), "Remove cuda_graphs=True."),
+        against_removal(trainer),
         *against_options(trainer, mode, options.sequence_parallel_size, options.methods),
         *(against_mtp(trainer, options.mtp_loss_weight) if options.trains_mtp else ()),
     ):
