@@ -306,14 +306,15 @@ def _of_collator(trainer: Trainer) -> Iterator[ValueError]:
         yield input_error("a collator that only pads", got, fix)
 
 
-def against_removal(trainer: Trainer) -> tuple[Any, str, str, str]:
+def against_removal(trainer: Trainer) -> Iterator[ValueError]:
     """The rule that Trainer keeps the columns which divide rows and trees. Without them it would train on other samples."""
     sample, name = first_sample(trainer.train_dataset), None
     if isinstance(sample, Mapping) and ("seq_lengths" in sample or is_tree(sample)):
         name = next(name for name in ("seq_lengths", TURNS, ANSWERS) if name in sample)
     wrong = name and trainer.args.remove_unused_columns and not is_sft_trainer(trainer)
     got = f"remove_unused_columns=True, which removes the column {name}"
-    return wrong, "a Trainer that keeps the columns of rows and trees", got, "Set remove_unused_columns=False."
+    fix = "Set remove_unused_columns=False."
+    yield from refused((wrong, "a Trainer that keeps the columns of rows and trees", got, fix))
 
 
 def _of_samples(trainer: Trainer) -> Iterator[ValueError]:

@@ -202,10 +202,11 @@ def _check_options(trainer: Trainer, options: Options) -> None:
         (shares and mode == "off", 'share_prompts=True with packing="auto" or "padding_free"', "packing=False", ""),
         (shares and not is_preference_trainer(trainer), prompts, name, repeats),
         (why, graphs, str(why), "Remove cuda_graphs=True."),
-        against_removal(trainer),
         *against_options(trainer, mode, options.sequence_parallel_size, options.methods),
         *(against_mtp(trainer, options.mtp_loss_weight) if options.trains_mtp else ()),
     ):
+        raise error
+    for error in against_removal(trainer):
         raise error
 
 
