@@ -70,15 +70,15 @@ def split(documents: list[np.ndarray], tokens: int, order: int) -> tuple[list, l
     return pack(shuffled, tokens), pack(documents[first:], tokens)[:HELD_OUT_ROWS]
 
 
-def make_model(config: dict, device: str) -> torch.nn.Module:
-    """Our class in float32, with the same weights in each process."""
+def make_model(config: dict, device: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Our class, with the same weights in each process."""
     family = family_of(config)
     module = import_module(f"transformers_packed.models.{family}.modeling_{family}")
-    set_seed(0)
+    set_seed(seed)
     with torch.device(device):
         text_config = AutoConfig.for_model(**config)
         cls = getattr(module, CLASSES[family])
-        return cls._from_config(text_config, dtype=torch.float32, attn_implementation="sdpa").train()
+        return cls._from_config(text_config, dtype=torch.float32, attn_implementation="sdpa").to(dtype).train()
 
 
 def float8_filter(layers: int):

@@ -1,11 +1,14 @@
 """Whole training steps of `PackedTrainer` on one GPU or on several: tokens per second of each GPU, and memory.
 
 A step is a packed row on each GPU: loading, forward, backward, clipping, AdamW. Weights are in `--weights`, and compute in
-bfloat16 (`bf16=True`). In NF4 or float8, those of linear layers and experts are frozen, and `--lora` trains. How it is launched decides between one GPU, DDP and FSDP2, as accelerate does for any Trainer:
+bfloat16. In NF4 or float8, those of linear layers and experts are frozen, and `--lora` trains. `--optim` is an AdamW of
+`models/optimizers.py`, whose dtype the weights have by default, or a name of `TrainingArguments`. How it is launched decides
+between one GPU, DDP and FSDP2, as accelerate does for any Trainer:
 
     python benchmarks/whole_steps.py --model 0.8B --output benchmarks/results/whole_steps.json
     torchrun --nproc_per_node 2 benchmarks/whole_steps.py --model 0.8B --output benchmarks/results/whole_steps.json
     accelerate launch --config_file examples/fsdp2.yaml --num_processes 2 benchmarks/whole_steps.py --model 4B --profile
+    python benchmarks/whole_steps.py --model 9B --checkpointing --optim flash_adamw_release --output optimizers.json
 
 The time of a step is the mean of `--steps` steps after `--warmup` others. `--profile` adds a step under torch's profiler:
 the time of kernels, how much of the communication no computation covers, and how often the host waited for the GPU or copied
@@ -29,8 +32,10 @@ from step import versions
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_seed
 
-from transformers_packed import PackedTrainer, PackedTrainingArguments
+from transformers_packed import GradientReleaseCallback, PackedTrainer, PackedTrainingArguments
+from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 from transformers_packed.models.releases import checkpointing_argument
+from transformers_packed.training.optimizers import arguments_for, class_and_kwargs
 from transformers_packed.training.run_ahead import RunAheadCallback
 
 
@@ -161,7 +166,10 @@ def summary(trace) -> dict:
 
 def measure(args, config: dict) -> dict:
     set_seed(0)
-    options = {checkpointing_argument(): args.checkpointing}
+    options, optimizer = {checkpointing_argument(): args.checkpointing}, OPTIMIZERS.get(args.optim)
+    options |= {"optim": args.optim} if optimizer is None else arguments_for(args.optim)
+    # FSDP2 would copy them to float32 for mixed precision.
+    kept = optimizer is not None and args.weights == optimizer.weights == "bfloat16" and not args.lora
     settings = PackedTrainingArguments(
         args.scratch,
         packing=True,
@@ -170,9 +178,8 @@ def measure(args, config: dict) -> dict:
         float8=args.float8,
         per_device_train_batch_size=1,
         max_steps=args.warmup + args.steps + args.profile,
-        bf16=True,
+        bf16=not kept,
         use_cpu=not torch.cuda.is_available(),
-        optim=args.optim,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
         logging_steps=5,
@@ -194,7 +201,16 @@ def measure(args, config: dict) -> dict:
     clock = Clock(args)
     # Many more than are read, so that the extra rows of a plan take little from each row.
     rows = max(400, 2 * settings.world_size * settings.max_steps)
-    trainer = PackedTrainer(model, settings, train_dataset=samples_of(config, args, rows), callbacks=[clock])
+    given = None if optimizer is None else class_and_kwargs(args.optim, settings)
+    trainer = PackedTrainer(
+        model,
+        settings,
+        train_dataset=samples_of(config, args, rows),
+        callbacks=[clock],
+        optimizer_cls_and_kwargs=given,
+    )
+    if optimizer is not None and optimizer.releases:
+        trainer.add_callback(GradientReleaseCallback(trainer))
     trainer.data_collator = clock.counted(trainer.data_collator)
     if args.comm_hook:
         trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(args.comm_hook)
@@ -235,9 +251,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="0.8B")
     parser.add_argument("--layers", type=int, help="layers of the model, instead of its own number")
-    parser.add_argument("--weights", choices=("float32", "bfloat16", "float8", "nf4"), default="float32")
+    weights = "default: those of --optim, or float32"
+    parser.add_argument("--weights", choices=("float32", "bfloat16", "float8", "nf4"), help=weights)
     parser.add_argument("--tokens", type=int, default=16384, help="of each GPU's row")
-    parser.add_argument("--optim", default="adamw_torch_fused", help="as in TrainingArguments")
+    optim = f"{', '.join(OPTIMIZERS)}, or another one of TrainingArguments"
+    parser.add_argument("--optim", default=DEFAULT, metavar="NAME", help=optim)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers")
     parser.add_argument("--float8", action="store_true")
@@ -254,6 +272,7 @@ def main() -> int:
     parser.add_argument("--scratch", default="/tmp/whole_steps", help="folder of the trainer's files")
     parser.add_argument("--output", type=Path, help="add the result to this JSON file")
     args = parser.parse_args()
+    args.weights = args.weights or (OPTIMIZERS[args.optim].weights if args.optim in OPTIMIZERS else "float32")
     first = int(os.environ.get("RANK", 0)) == 0
     config = with_layers(MODELS[args.model], args.layers)
     entry = {key: getattr(args, key) for key in SETTINGS}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .models.float8 import use_float8
     from .models.mtp_head import add_mtp
     from .models.registry import patch_model, register, registered, unpatch_model, unregister
+    from .training.callbacks.gradient_release import GradientReleaseCallback
     from .training.callbacks.metrics import PackingMetricsCallback
     from .training.callbacks.resume import PackingStateCallback
     from .training.configure import configure_packing
@@ -48,6 +49,7 @@ _MODULES = {
     "models.mtp_head": ("add_mtp",),
     "training.configure": ("configure_packing",),
     "training.losses": ("per_document_logps", "per_document_loss", "set_loss_normalization"),
+    "training.callbacks.gradient_release": ("GradientReleaseCallback",),
     "training.callbacks.metrics": ("PackingMetricsCallback",),
     "training.trainer": ("PackedTrainer", "PackedTrainingArguments"),
     "training.verify": ("Verified", "verify_packing"),
@@ -84,6 +86,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AuditReport",
     "DataCollatorWithFlattening",
+    "GradientReleaseCallback",
     "IterablePackingDataset",
     "MtpAcceptance",
     "PackedTrainer",

@@ -49,6 +49,15 @@ class MemoryCommandTest(unittest.TestCase):
             expected = f"{plan_sequence_parallel(self.config, 2**14, 1, 80, lora_rank=rank).summary()}\n"
             self.assertEqual(self.command("memory", *options, *given), (0, expected, ""))
 
+    def test_an_optimizer(self):
+        options = ("--model", self.path, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1)
+        given = {"optimizer": "flash_adamw_release"}
+        expected = f"{plan_sequence_parallel(self.config, 2**14, 1, 80, **given).summary()}\n"
+        self.assertEqual(self.command("memory", *options, "--optim", "flash_adamw_release"), (0, expected, ""))
+        status, _, stderr = self.command("memory", *options, "--optim", "adam")
+        self.assertEqual(status, 2)
+        self.assertIn("invalid choice: 'adam'", stderr)
+
     def test_lora_of_experts(self):
         options = ("--model", self.path, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1, "--lora")
         for given, message in (

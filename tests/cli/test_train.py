@@ -4,6 +4,7 @@ import json
 import re
 import resource
 import shutil
+import sys
 import tempfile
 import unittest
 from argparse import Namespace
@@ -14,6 +15,7 @@ from unittest import mock
 import torch
 from common import pages
 from common.families import tiny_config
+from common.optimizers import flashoptim
 from common.processes import EXPERTS, run_processes
 from common.records import THINKING, assistant, make_tokenizer, records, user
 from mixins.model import total_relative_error
@@ -33,6 +35,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Trainer,
+    TrainerCallback,
     set_seed,
 )
 from transformers.trainer_callback import CallbackHandler
@@ -42,10 +45,12 @@ from transformers_packed.cli import finetune, folder_trainer, run_folder
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8
 from transformers_packed.models.families import SIZED
+from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 from transformers_packed.models.quantized_weights import ExpertsIn4bit
 from transformers_packed.models.releases import can_select_checkpoints, checkpointing_argument
 from transformers_packed.ops import dispatch
 from transformers_packed.training.callbacks import warm_up
+from transformers_packed.training.optimizers import unwrapped
 
 
 # Other families than Qwen's.
@@ -656,7 +661,8 @@ class CommandTest(unittest.TestCase):
         kinds = {(state.quant_type, state.nested, state.dtype) for state in [*layers, *weights]}
         self.assertEqual(kinds, {("nf4", True, torch.float32)})
         # The adapter of the values that were trained with: those of the base in 4 bit.
-        base = finetune.load_model(str(self.root / model), Namespace(load_in_4bit=True, lora=False, attn=None), False)
+        settings = Namespace(load_in_4bit=True, lora=False, attn=None, optim=DEFAULT)
+        base = finetune.load_model(str(self.root / model), settings, False)
         again, stock = PeftModel.from_pretrained(base, output).eval(), AutoPeftModelForCausalLM.from_pretrained(output)
         ids = torch.tensor([[5, 9, 40, 33, 7]])
         with torch.no_grad():
@@ -746,10 +752,14 @@ class CommandTest(unittest.TestCase):
             ("lora", ["--lora", "--gradient-accumulation-steps=2"], {}),
             ("experts", ["--lora", "--experts"], {"model": "qwen3_5_moe"}),
             ("4_bit", ["--lora", "--experts", "--load-in-4bit"], {"model": "qwen3_5_moe"}),
+            ("bitsandbytes", ["--optim=adamw_8bit"], {}),
+            ("torchao", ["--optim=adamw_torch_4bit"], {"model": "qwen3_5_moe"}),
         ]
     )
     def test_resume(self, _, arguments, where):
         """An interrupted run resumes to exactly the weights of an uninterrupted one."""
+        # A compiled step of torchao takes seconds for each shape of a weight.
+        self.enterContext(mock.patch.object(torch, "compile", lambda function, **kwargs: function))
         if where:
             self.save_mixture("qwen3_5_moe", Qwen3_5MoeTextConfig)
         command = [*arguments, "--max-steps=7", "--batch-size=2", "--learning-rate=0.02", "--warmup-steps=2"]
@@ -778,6 +788,9 @@ class CommandTest(unittest.TestCase):
         status, _, err = self.run_command(*command, "--resume", "--max-length=5", **where)
         self.assertEqual(status, 1)
         self.assertRegex(err, "got other samples. Use the command of that run")
+        status, _, err = self.run_command(*command, "--resume", "--optim=paged_adamw_8bit", **where)
+        self.assertEqual(status, 1)
+        self.assertRegex(err, "got --optim paged_adamw_8bit instead of adamw")
         for option in {"--experts", "--load-in-4bit"}.intersection(command):
             without = [argument for argument in command if argument != option]
             status, _, err = self.run_command(*without, "--resume", **where)
@@ -992,6 +1005,71 @@ class CommandTest(unittest.TestCase):
 
     def truncate(self, path):
         path.write_bytes(path.read_bytes()[:-50])
+
+    @parameterized.expand([(name,) for name, x in OPTIMIZERS.items() if x.package != "flashoptim"])
+    def test_optimizers(self, name):
+        """Weights have the dtype in which the optimizer loses no update."""
+        self.enterContext(mock.patch.object(torch, "compile", lambda function, **kwargs: function))
+        optimizer = OPTIMIZERS[name]
+        if find_spec(optimizer.package) is None:
+            self.skipTest(f"needs {optimizer.package}")
+        with self.assertNoLogs("transformers_packed.training.callbacks.weights", "WARNING"):
+            status, _, err = self.run_command("--max-steps=2", "--optim", name)
+        self.assertEqual(status, 0, err)
+        trainer, dtype = self.trainers[-1], getattr(torch, optimizer.weights)
+        self.assertEqual({x.dtype for x in load_file(self.output / "model.safetensors").values()}, {dtype})
+        self.assertTrue(type(unwrapped(trainer.optimizer)).__module__.startswith(f"{optimizer.package}."))
+        self.assertFalse(trainer.args.bf16)
+
+    def test_gradient_release(self):
+        """Of the stand-in: no clipping, and no gradient before a step."""
+        released = []
+
+        class Gone(TrainerCallback):
+            def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+                released.append(all(x.grad is None for x in model.parameters()))
+
+        with self.flash(), mock.patch.object(finetune, "_Progress", lambda *given: Gone()):
+            status, _, err = self.run_command("--max-steps=2", "--optim=flash_adamw_release", "--learning-rate=0.01")
+        self.assertEqual((status, err), (0, ""))
+        self.assertEqual(released, [True, True])
+        trainer = self.trainers[-1]
+        self.assertEqual((trainer.args.max_grad_norm, trainer.model.dtype), (0, torch.bfloat16))
+        self.assertEqual(trainer.optimizer.param_groups[0]["betas"], (0.9, 0.999))
+
+    @contextlib.contextmanager
+    def flash(self):
+        found = lambda name: name == "flashoptim" or find_spec(name)  # noqa: E731
+        with (
+            mock.patch.dict(sys.modules, {"flashoptim": flashoptim()}),
+            mock.patch.object(finetune, "find_spec", found),
+            mock.patch.object(finetune, "_has_gpu", lambda: True),
+        ):
+            yield
+
+    @parameterized.expand(
+        [
+            (["--lora"], "--optim: expected all weights to train with flash_adamw_release, got --lora"),
+            (
+                ["--dtype=float32"],
+                "--optim: expected weights in bfloat16 with flash_adamw_release, got --dtype float32",
+            ),
+            (["--gradient-accumulation-steps=2"], "one row per step with flash_adamw_release, got 2 rows"),
+            (["--cuda-graphs"], "no --cuda-graphs with flash_adamw_release, got it"),
+        ]
+    )
+    def test_what_an_optimizer_excludes(self, arguments, message):
+        with self.flash():
+            self.check_error(message, "--optim=flash_adamw_release", *arguments)
+
+    def test_processes_and_machines_of_an_optimizer(self):
+        message = "needs flashoptim: pip install flashoptim"
+        with mock.patch.object(finetune, "find_spec", lambda name: None):
+            self.check_error(message, "--optim=flash_adamw")
+        with self.flash(), mock.patch.object(finetune, "_has_gpu", lambda: False):
+            self.check_error("expected a GPU with flash_adamw, got none", "--optim=flash_adamw")
+        with self.flash(), mock.patch.dict("os.environ", {"WORLD_SIZE": "2"}):
+            self.check_error("expected one process with flash_adamw_release, got 2", "--optim=flash_adamw_release")
 
     def test_bfloat16(self):
         """Under autocast, trained weights stay float32, and the base of an adapter is bfloat16."""

@@ -34,6 +34,8 @@ from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.registry import has_our_classes
 from transformers_packed.ops import gated_delta_rule, prompts
 from transformers_packed.training import checks, evaluation, setup
+from transformers_packed.training.callbacks import verify as callback
+from transformers_packed.training.restore import updates_in_backward
 
 
 if HAS_TRL:
@@ -333,9 +335,20 @@ class QuietTest(VerifyTestCase):
     def test_an_optimizer_that_steps_in_backward(self):
         trainer = self.trainer()
         said(configure_packing, trainer)
-        weight = trainer.model.lm_head.weight
-        weight.register_post_accumulate_grad_hook(lambda x: None)
-        self.assertIn("Not verified: the optimizer updates weights in backward", said(trainer.train)[0])
+        self.assertFalse(updates_in_backward(trainer))
+        # Its hooks need the options of the backward that Trainer runs for it.
+        with mock.patch.object(trainer.args, "optim", "adalomo"):
+            self.assertTrue(updates_in_backward(trainer))
+        with mock.patch.object(callback, "updates_in_backward", lambda trainer: True):
+            self.assertIn("Not verified: the optimizer updates weights in backward", said(trainer.train)[0])
+
+    def test_hooks_that_step_an_optimizer_wait(self):
+        trainer, taken = self.trainer(), []
+        said(configure_packing, trainer)
+        trainer.model.lm_head.weight.register_post_accumulate_grad_hook(lambda x: taken.append(trainer.state.epoch))
+        self.assertIn("Verified packing on 3 documents", said(trainer.train)[0])
+        # Of the one step.
+        self.assertEqual(len(taken), 1)
 
     def test_a_loss_that_logs(self):
         """Neither the log nor counters of the user have the check."""

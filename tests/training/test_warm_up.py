@@ -173,6 +173,21 @@ class StateTest(KernelsTestCase):
             model(**row)
         torch.testing.assert_close(model.eval()(**row).logits, expected)
 
+    def test_hooks_of_gradients_wait(self):
+        """They may update a weight, as gradient release does."""
+        model, taken = small(), []
+        weight = model.lm_head.weight
+        hook = weight.register_post_accumulate_grad_hook(taken.append)
+        warm_up(model, 24, max_documents=2)
+        self.assertEqual(taken, [])
+        model(input_ids=torch.ones(1, 8, dtype=torch.long)).logits.sum().backward()
+        self.assertEqual(len(taken), 1)
+        hook.remove()
+        weight.register_post_accumulate_grad_hook(taken.append)
+        with self.assertRaises(KeyboardInterrupt), as_before(model, torch.device("cpu")):
+            raise KeyboardInterrupt
+        self.assertEqual(len(weight._post_accumulate_grad_hooks), 1)
+
     def test_it_runs_the_rows_that_it_promises(self):
         rows = []
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Trainer, TrainerCa
 from transformers_packed import (
     AuditReport,
     DataCollatorWithFlattening,
+    GradientReleaseCallback,
     IterablePackingDataset,
     MtpAcceptance,
     PackedTrainer,
@@ -116,6 +117,7 @@ def training(model: PreTrainedModel, dataset: PackingDataset) -> None:
     arguments = PackedTrainingArguments("out", packing=True, max_length=64, use_cpu=True)
     packed: Trainer = PackedTrainer(model, arguments, train_dataset=dataset)
     callbacks: list[TrainerCallback] = [PackingMetricsCallback(packed), PackingStateCallback()]
+    callbacks.append(GradientReleaseCallback(packed))
     for callback in callbacks:
         packed.add_callback(callback)
 

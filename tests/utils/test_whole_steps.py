@@ -1,15 +1,25 @@
-"""What the benchmark of whole steps reads from a profile."""
+"""What the benchmark of whole steps reads from a profile, and its steps with each optimizer on a CPU."""
 
+import io
+import json
 import sys
+import tempfile
 import unittest
+from contextlib import redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import torch
+from common.optimizers import flashoptim
+from parameterized import parameterized
 from torch.autograd import DeviceType
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from whole_steps import summary
+import whole_steps
+from whole_steps import OPTIMIZERS, summary
 
 
 def event(name: str, start: int, end: int, device=DeviceType.CUDA, annotation: bool = False) -> SimpleNamespace:
@@ -38,3 +48,32 @@ class SummaryTest(unittest.TestCase):
         self.assertEqual(found["longest_ms"], {"ncclDevKernel_AllReduce": 12, "gemm": 10, "norm": 7})
         self.assertEqual(found["waits"], {"cudaStreamSynchronize": 1})
         self.assertEqual(found["copies"], {"Memcpy HtoD (Pageable -> Device)": 1})
+
+
+class OptimizersTest(unittest.TestCase):
+    @parameterized.expand([*OPTIMIZERS, "adamw_torch"])
+    def test_two_steps(self, name):
+        """flashoptim's are the stand-in."""
+        optimizer = OPTIMIZERS.get(name)
+        modules = {"flashoptim": flashoptim()}
+        if optimizer is not None and optimizer.package not in modules and find_spec(optimizer.package) is None:
+            self.skipTest(f"needs {optimizer.package}")
+        options = ["--model", "tiny", "--tokens", "128", "--warmup", "1", "--steps", "1", "--optim", name]
+        with tempfile.TemporaryDirectory() as folder:
+            path, scratch = Path(folder, "runs.json"), str(Path(folder, "scratch"))
+            command = ["whole_steps.py", *options, "--output", str(path), "--scratch", scratch]
+            with (
+                mock.patch.dict(sys.modules, modules),
+                mock.patch.object(torch, "compile", lambda function, **kwargs: function),
+                mock.patch.object(sys, "argv", command),
+                redirect_stdout(io.StringIO()),
+            ):
+                whole_steps.main()
+            (run,) = json.loads(path.read_text())["runs"]
+        self.assertEqual((run["optim"], run["kind"]), (name, "one"))
+        self.assertEqual(run["weights"], "float32" if optimizer is None else optimizer.weights)
+        self.assertGreater(run["step_ms"], 0)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -34,14 +34,17 @@ from ..models.float8 import use_float8
 from ..models.lora import adapted_layers
 from ..models.mtp import find_head
 from ..models.mtp_head import check_declared
+from ..models.optimizers import OPTIMIZERS
 from ..models.quantization import initialize_in_4bit, nf4
 from ..models.registry import registered
 from ..models.releases import builds, can_select_checkpoints, checkpointing_argument, use_one_gpu
 from ..models.sizes import Experts
 from ..ops.float8 import MULTIPLE, verify
 from ..ops.moe import MAX_RANK
+from ..training.callbacks.gradient_release import GradientReleaseCallback
 from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.configure import configure_packing
+from ..training.optimizers import arguments_for, class_and_kwargs
 from ..training.warm_up import start_compiling
 from .checkpoint import adapter_refused, cannot_read, has_own_code, load_tokenizer, load_weights
 from .folder_trainer import RunFolderTrainer
@@ -70,6 +73,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     """
     settings.learning_rate = settings.learning_rate or (2e-4 if settings.lora else 2e-5)
     check_adapters(settings)
+    _check_optimizer(settings)
     _check_checkpoints(settings)
     # An adapter stores the path of its base model, so the path must be absolute.
     source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
@@ -86,7 +90,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     kept = settings_to_keep(settings, source, samples)
     check_same_settings(settings.output, kept, settings.resume)
     set_seed(settings.seed)
-    bfloat16 = computes_in_bfloat16(settings.dtype)
+    bfloat16 = trains_in_bfloat16(settings) or computes_in_bfloat16(settings.dtype)
     if settings.float8:
         check_float8(bfloat16)
     # The compiler works while the weights are loaded.
@@ -163,6 +167,37 @@ def check_adapters(settings: Namespace) -> None:
         raise input_error(expected, settings.lora_rank, "Lower it.", option="--lora-rank")
 
 
+def trains_in_bfloat16(settings: Namespace) -> bool:
+    """Whether all weights are trained in bfloat16. Adapters, and weights with other optimizers, are trained in float32."""
+    return not settings.lora and OPTIMIZERS[settings.optim].weights == "bfloat16"
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def _check_optimizer(settings: Namespace) -> None:
+    """Raise an `ImportError` for a missing package, or a `ValueError` for what an optimizer cannot train."""
+    name, optimizer = settings.optim, OPTIMIZERS[settings.optim]
+    if find_spec(optimizer.package) is None:
+        raise ImportError(f"--optim {name} needs {optimizer.package}: pip install {optimizer.package}")
+    processes, flash = int(os.environ.get("WORLD_SIZE", 1)), optimizer.package == "flashoptim"
+    releases, accumulated = optimizer.releases, settings.gradient_accumulation_steps
+    in_float32 = trains_in_bfloat16(settings) and settings.dtype == "float32"
+    backward, graphs = "Each backward updates the weights.", "A graph computes all gradients at once."
+    rules = (
+        (flash and settings.lora, "all weights to train", "--lora", "Adapters are in float32."),
+        (flash and not _has_gpu(), "a GPU", "none", "Choose another one."),
+        (in_float32, "weights in bfloat16", "--dtype float32", "Remove it."),
+        (releases and accumulated > 1, "one row per step", f"{accumulated} rows", backward),
+        (releases and processes > 1, "one process", f"{processes}", "Choose flash_adamw."),
+        (releases and settings.cuda_graphs, "no --cuda-graphs", "it", graphs),
+    )
+    for wrong, expected, got, fix in rules:
+        if wrong:
+            raise input_error(f"{expected} with {name}", got, fix, option="--optim")
+
+
 def _check_head(config: PreTrainedConfig, settings: Namespace) -> None:
     for trains, option in ((settings.mtp, "--mtp"), (settings.mtp_only, "--mtp-only")):
         if trains:
@@ -189,7 +224,7 @@ def check_head(config: PreTrainedConfig, option: str) -> None:
 
 def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict[str, Any]:
     """The settings that a resumed run must share with the earlier run."""
-    names = ("batch_size", "gradient_accumulation_steps", "learning_rate", "seed")
+    names = ("batch_size", "gradient_accumulation_steps", "learning_rate", "optim", "seed")
     return {
         "model": source,
         "samples": samples.fingerprint(),
@@ -265,8 +300,9 @@ def check_float8(bfloat16: bool) -> None:
 
 def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedModel:
     """Our causal language model of the checkpoint, with LoRA adapters, and in 4 bit, if requested."""
-    # Small updates vanish in bfloat16 weights, so trained weights are float32.
-    dtype = torch.bfloat16 if settings.lora and bfloat16 else torch.float32
+    # Small updates vanish in bfloat16 weights, so trained weights are float32 unless the optimizer keeps them.
+    low = bfloat16 if settings.lora else trains_in_bfloat16(settings)
+    dtype = torch.bfloat16 if low else torch.float32
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": settings.attn,
@@ -345,7 +381,8 @@ def make_trainer(
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
         **{checkpointing: settings.gradient_checkpointing, f"{checkpointing}_kwargs": options},
-        bf16=bfloat16,
+        # FSDP2 would copy trained weights in bfloat16 to float32 for it.
+        bf16=bfloat16 and not trains_in_bfloat16(settings),
         use_cpu=not torch.cuda.is_available(),
         # The packed forward makes no cache. This keeps the checkpoint's setting for generation.
         use_cache=model.config.use_cache,
@@ -359,6 +396,7 @@ def make_trainer(
         remove_unused_columns=False,
         report_to="none",
         disable_tqdm=True,
+        **arguments_for(settings.optim),
     )
     if arguments.n_gpu > 1:
         # The Trainer would split each row over the devices.
@@ -370,6 +408,7 @@ def make_trainer(
         train_dataset=samples.data,
         processing_class=tokenizer,
         callbacks=[_Progress(settings.row_length, settings.sequence_parallel_size)],
+        optimizer_cls_and_kwargs=class_and_kwargs(settings.optim, arguments),
     )
     trainer.remove_callback(PrinterCallback)
     configure_packing(
@@ -382,6 +421,8 @@ def make_trainer(
         sequence_parallel_size=settings.sequence_parallel_size,
     )
     trainer.callback_handler.callbacks.insert(0, WarmUpCallback(trainer, progress=True))
+    if OPTIMIZERS[settings.optim].releases:
+        trainer.add_callback(GradientReleaseCallback(trainer))
     return trainer
 
 

@@ -7,6 +7,7 @@ from .options import Parser, positive_float, positive_int, row_length
 
 _EXAMPLES = """\
 transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 8 --gpu-memory 80 --row-length 1048576
+transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 1 --gpu-memory 80 --row-length 16384 --optim flash_adamw_release
 transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 141 --row-length 16384 --lora --experts
 transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 80 --row-length 16384 --lora --load-in-4bit
 """
@@ -17,8 +18,8 @@ def add_parser(subparsers) -> Parser:
     parser = subparsers.add_parser(
         "memory",
         help="compute how many GPUs must share a packed row",
-        description="Compute how many GPUs must share a row of --row-length tokens to train --model with AdamW under "
-        "FSDP2, and how much data they exchange.",
+        description="Compute how many GPUs must share a row of --row-length tokens to train --model under FSDP2, and how "
+        "much data they exchange.",
         examples=_EXAMPLES,
     )
     add = parser.add_argument
@@ -26,10 +27,10 @@ def add_parser(subparsers) -> Parser:
     add("--gpus", type=positive_int, required=True, metavar="N", help="number of GPUs")
     add("--gpu-memory", type=positive_float, required=True, metavar="GIB", help="memory per GPU")
     add("--row-length", type=row_length, required=True, metavar="N", help="tokens per row")
-    weights = "dtype of parameters, gradients and AdamW moments; with --lora of the frozen parameters"
+    weights = "dtype of parameters, gradients and moments of torch's AdamW; with --lora of the frozen parameters"
     add("--weights", choices=("bfloat16", "float32"), default="bfloat16", help=weights)
     parser.add_lora("train LoRA adapters on all linear layers instead of all parameters")
-    parser.add_shared("--trust-remote-code")
+    parser.add_shared("--optim", "--trust-remote-code")
     return parser
 
 
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         lora_rank=rank,
         lora_experts=args.experts,
         load_in_4bit=args.load_in_4bit,
+        optimizer=args.optim,
     )
     print(plan.summary())
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..models.optimizers import DEFAULT, OPTIMIZERS
 from . import COMMANDS
 
 
@@ -155,6 +156,7 @@ _NEEDS = {
 _DATA = "JSON-lines or parquet file, or a dataset: a name on the Hub or a directory"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
 _DTYPES = ("float32", "bfloat16")
+_OPTIM = "AdamW of torch, torchao (adamw_torch_8bit, adamw_torch_4bit), bitsandbytes (adamw_8bit, paged_adamw_8bit) or flashoptim"
 _SHARED: dict[str, dict[str, Any]] = {
     "--model": {
         "required": True,
@@ -178,6 +180,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "default": "float32",
         "help": "dtype of trained weights; frozen weights have the compute dtype",
     },
+    "--optim": {"choices": tuple(OPTIMIZERS), "default": DEFAULT, "metavar": "NAME", "help": _OPTIM},
     "--gradient-checkpointing": {
         "action": "store_true",
         "help": "save memory by recomputing activations in the backward",

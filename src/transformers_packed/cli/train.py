@@ -54,6 +54,7 @@ def add_parser(subparsers) -> Parser:
     rate = "peak learning rate, with linear decay to 0 (default: 2e-5, LoRA 2e-4)"
     add("--learning-rate", type=positive_float, metavar="X", help=rate)
     count("--warmup-steps", "steps of linear learning rate warmup (default: none)", 0)
+    shared("--optim")
     parser.add_lora()
     add("--float8", action="store_true", help="train linear layers with products in float8")
     head = parser.add_mutually_exclusive_group()
@@ -64,7 +65,7 @@ def add_parser(subparsers) -> Parser:
     graphs = "run the layers as CUDA graphs, or never (default: on a GPU, where a measured row is faster with them)"
     add("--cuda-graphs", action=argparse.BooleanOptionalAction, help=graphs)
     shared("--attn")
-    dtype = "compute dtype; trained weights stay float32 (auto: bfloat16 on CUDA, else float32)"
+    dtype = "compute dtype; trained weights stay float32, but for some --optim (auto: bfloat16 on CUDA, else float32)"
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=dtype)
     shared("--gradient-checkpointing")
     add("--offload", action="store_true", help="keep the inputs of checkpointed layers in host memory")

@@ -366,8 +366,11 @@ def excludes_graphs(trainer: Trainer) -> str | None:
     """What of a Trainer's set-up excludes CUDA graphs, if anything does."""
     args, shared = trainer.args, getattr(trainer, "sequence_parallel", None) is not None
     sharded = any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters())
+    callbacks = trainer.callback_handler.callbacks
+    released = any(getattr(callback, "releases_gradients", False) for callback in callbacks)
     reasons = (
         (args.torch_compile, "torch_compile=True"),
+        (released, "gradient release, because a graph computes all gradients at once"),
         (trainer.is_fsdp_enabled, "FSDP, which gathers weights in each step"),
         (trainer.is_deepspeed_enabled, "DeepSpeed, which gathers weights in each step"),
         (sharded, "weights that several processes share"),

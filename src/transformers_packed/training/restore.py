@@ -31,15 +31,20 @@ def drop_gradients(model: torch.nn.Module) -> None:
 def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Prepare the model for training, and restore gradients, buffers, modes and random states afterwards.
 
-    A buffer that a forward replaces stays replaced, because attributes such as a cached length belong to it.
+    Hooks that receive a complete gradient do not run meanwhile: some update its weight. A buffer that a forward replaces
+    stays replaced, because attributes such as a cached length belong to it.
     """
     states = random.getstate(), np.random.get_state()
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    # Autograd keeps the dictionary of a parameter that has had one.
+    hooked = [(hooks, dict(hooks)) for x in model.parameters() if (hooks := x._post_accumulate_grad_hooks)]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             drop_gradients(model)
+            for hooks, _ in hooked:
+                hooks.clear()
             model.train()
             yield
         finally:
@@ -47,10 +52,17 @@ def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
                 module.training = mode
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+            for hooks, kept in hooked:
+                hooks.update(kept)
             for buffer, content in buffers:
                 buffer.data.copy_(content)
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+def updates_in_backward(trainer: Trainer) -> bool:
+    """Whether a backward changes weights by hooks that [`as_before`] does not know."""
+    return "lomo" in str(trainer.args.optim).lower()
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from transformers_packed.data.planning.memory import (
 )
 from transformers_packed.models.families import SIZED, sizes_of
 from transformers_packed.models.memory import ALL_TRAINED, NF4, Lora, layer_memory, loss_memory
+from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 from transformers_packed.models.quantized_weights import ExpertsIn4bit
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -576,6 +577,43 @@ class PlanTest(unittest.TestCase):
         config = Qwen3_5MoeTextConfig(num_hidden_layers=4) if name == "a high rank" else Qwen3_5TextConfig()
         with self.assertRaisesRegex(ValueError, message):
             plan_sequence_parallel(config, 1024, 1, 80, **{"lora_rank": 16, **options})
+
+    @parameterized.expand([(name, weights) for name in OPTIMIZERS for weights in ("float32", "bfloat16")])
+    def test_optimizers(self, name, weights):
+        """States and gradients are those of the table, and nothing is sharded that FSDP2 cannot shard."""
+        config, optimizer = Qwen3_5TextConfig(**SIZES["4B"]), OPTIMIZERS[name]
+        given = config, 2**14, 4, 141
+        if optimizer.correction and weights == "float32":
+            with self.assertRaisesRegex(ValueError, f"trained weights in bfloat16 with {name}, got float32"):
+                plan_sequence_parallel(*given, weights=weights, optimizer=name)
+            return
+        plan, usual = (plan_sequence_parallel(*given, weights=weights, **x) for x in ({"optimizer": name}, {}))
+        number, head = plan.parameters.total, config.vocab_size * config.hidden_size
+        width, gpus = {"float32": 4, "bfloat16": 2}[weights], 4 if optimizer.shards else 1
+        for need, other in zip(plan.options[1], usual.options[1], strict=True):
+            self.assertEqual(need.weights, width * number / gpus)
+            self.assertEqual(need.moments, optimizer.states(width, number, head) / gpus)
+            released = width * (plan.parameters.layer + head) / gpus
+            self.assertEqual(need.gradients, released if optimizer.releases else need.weights)
+            self.assertEqual((need.saved, need.working), (other.saved, other.working))
+        text = plan.summary()
+        self.assertIn(f"{'AdamW' if name == DEFAULT else name} {plan.options[1][0].moments / GIB:,.1f} GiB", text)
+        self.assertEqual("FSDP2 shards" in text, optimizer.shards)
+        self.assertEqual("DDP transfers" in text, not optimizer.shards)
+
+    def test_optimizers_of_adapters(self):
+        config = Qwen3_5TextConfig(**SIZES["4B"])
+        plan = plan_sequence_parallel(config, 2**14, 1, 80, lora_rank=16, optimizer="adamw_8bit")
+        trained = plan.parameters.trained(plan.lora)
+        self.assertEqual(plan.options[1][0].moments, OPTIMIZERS["adamw_8bit"].states(4, trained))
+        with self.assertRaisesRegex(ValueError, "trained weights in bfloat16 with flash_adamw, got float32. LoRA"):
+            plan_sequence_parallel(config, 2**14, 1, 80, lora_rank=16, optimizer="flash_adamw")
+        with self.assertRaisesRegex(ValueError, "expected an optimizer of adamw_torch_fused"):
+            plan_sequence_parallel(config, 2**14, 1, 80, optimizer="adam")
+
+    def test_nothing_fits_with_another_optimizer(self):
+        with self.assertRaisesRegex(ValueError, "for weights, gradients and adamw_8bit, 0.0 gathered"):
+            plan_sequence_parallel(Qwen3_5TextConfig(**SIZES["27B"]), 2**14, 8, 80, optimizer="adamw_8bit")
 
     def test_another_kind_of_model(self):
         with self.assertRaisesRegex(ValueError, "got llama"):

@@ -18,7 +18,7 @@ from transformers import Adafactor, AutoModelForCausalLM
 
 from transformers_packed import configure_packing
 from transformers_packed.training.callbacks import weights
-from transformers_packed.training.callbacks.weights import rounded_away
+from transformers_packed.training.callbacks.weights import rounded_apart, rounded_away
 
 
 ADAMW = torch.optim.AdamW
@@ -105,6 +105,20 @@ class RoundedAwayTest(unittest.TestCase):
         model = get_peft_model(build_model(), lora)
         numbers = model.get_base_model().lm_head.modules_to_save["default"].weight.numel()
         self.assertIn(f"{numbers:,} trained weights are in bfloat16", line(model))
+
+
+class RoundedApartTest(unittest.TestCase):
+    @unittest.skipUnless(find_spec("torchao"), "needs torchao")
+    def test_processes_that_round_at_random(self):
+        from torchao.optim import AdamW8bit
+
+        at_random = AdamW8bit(linear().parameters(), bf16_stochastic_round=True)
+        said = rounded_apart(Accelerator(cpu=True).prepare_optimizer(at_random), 2)
+        self.assertIn("AdamW8bit rounds updates at random in each process. The weights of the 2 processes stay", said)
+        self.assertIsNone(rounded_apart(at_random, 1))
+        self.assertIsNone(rounded_apart(AdamW8bit(linear().parameters()), 2))
+        self.assertIsNone(rounded_apart(AdamW8bit(linear(torch.float32).parameters(), bf16_stochastic_round=True), 2))
+        self.assertIsNone(rounded_apart(ADAMW(linear().parameters()), 2))
 
 
 class WeightsCallbackTest(ConfigureTestCase):

@@ -13,6 +13,7 @@ from ...errors import count, input_error
 from ...models.families import EXPERT_WEIGHTS, sizes_of
 from ...models.lora import adapted_layers
 from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, Lora, layer_memory, loss_memory, way_of_attention
+from ...models.optimizers import DEFAULT, OPTIMIZERS, Optimizer, optimizer_named
 from ...models.quantization import keeps_dtype
 from ...models.sizes import Experts, Sizes
 from ...ops.moe import MAX_RANK
@@ -78,9 +79,9 @@ class StepMemory:
         weights (`float`):
             The sharded parameters.
         gradients (`float`):
-            The sharded gradients of trained parameters.
+            The sharded gradients of trained parameters. With gradient release, those of a layer and of the head.
         moments (`float`):
-            The sharded moments of AdamW.
+            The sharded states of the optimizer, such as the moments of AdamW.
         gathered (`float`):
             The full weights and gradients outside of layers, the weights of two layers, and the gradients of one
             layer. With LoRA the gradients of adapters only.
@@ -151,6 +152,8 @@ class SequenceParallelPlan:
             `gated_delta_rule` and `attention`, as in [`SequenceParallel`].
         lora ([`Lora`]):
             The adapters that are trained.
+        optimizer (`str`):
+            The optimizer, as in [`plan_sequence_parallel`].
     """
 
     config: PreTrainedConfig
@@ -163,6 +166,7 @@ class SequenceParallelPlan:
     every_n_layers: tuple[int | None, ...]
     methods: dict[str, str | None]
     lora: Lora = ALL_TRAINED
+    optimizer: str = DEFAULT
 
     @property
     def size(self) -> int:
@@ -187,13 +191,13 @@ class SequenceParallelPlan:
 
     def summary(self) -> str:
         """The plan as text."""
-        first = self.options[self.size][0]
-        in_4bit = self.lora.in_4bit
+        first, optimizer = self.options[self.size][0], OPTIMIZERS[self.optimizer]
+        whole, states = not is_sharded(self.lora, optimizer), "AdamW" if self.optimizer == DEFAULT else self.optimizer
         lines = [
             f"{self.config.model_type} with {self.parameters.total / 1e9:.2f} B parameters"
             f"{_adapters(self.parameters, self.lora)}, rows of {self.max_length:,} tokens, {count(self.gpus, 'GPU')} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
-            f"{'Not sharded, on each GPU' if in_4bit else 'FSDP2 shards per GPU'}: weights {_gib(first.weights)} GiB, "
-            f"gradients {_gib(first.gradients)} GiB, AdamW {_gib(first.moments)} GiB",
+            f"{'Not sharded, on each GPU' if whole else 'FSDP2 shards per GPU'}: weights {_gib(first.weights)} GiB, "
+            f"gradients {_gib(first.gradients)} GiB, {states} {_gib(first.moments)} GiB",
             f"FSDP2 gathers per GPU: {_gib(first.gathered)} GiB of weights and gradients at a time",
             "",
             "P is the number of GPUs that share a row. The last three columns are the memory per GPU: without gradient",
@@ -222,9 +226,10 @@ class SequenceParallelPlan:
                 f"  Total: {total} MiB in forward, the same in backward, and once more with gradient checkpointing"
             )
         trained, others = self.parameters.trained(self.lora), 1 - 1 / self.gpus
-        if in_4bit:
+        if whole:
             del lines[2]
-            lines.append(f"DDP transfers per GPU: {_mib(2 * FULL * trained * others)} MiB of gradients")
+            gradients = self.options[self.size][0].gradients
+            lines.append(f"DDP transfers per GPU: {_mib(2 * gradients * others)} MiB of gradients")
         else:
             lines.append(
                 f"FSDP2 transfers per GPU: {_mib(HALF * self.parameters.total * others)} MiB of weights in forward, the "
@@ -243,10 +248,11 @@ def plan_sequence_parallel(
     lora_rank: int = 0,
     lora_experts: bool = False,
     load_in_4bit: bool = False,
+    optimizer: str = DEFAULT,
     gated_delta_rule: DeltaRuleMethod = "state",
     attention: AttentionMethod | None = None,
 ) -> SequenceParallelPlan:
-    """Find the number of processes that must share a packed row to train with AdamW under FSDP2.
+    """Find the number of processes that must share a packed row to train under FSDP2.
 
     Args:
         config (`PreTrainedConfig`):
@@ -260,7 +266,7 @@ def plan_sequence_parallel(
         memory (`float`):
             Memory per GPU in GiB.
         weights (`str`, *optional*, defaults to `"bfloat16"`):
-            The dtype of the parameters, their gradients and the moments of AdamW. The computation is always in
+            The dtype of the parameters, their gradients and the moments of torch's AdamW. The computation is always in
             bfloat16.
         lora_rank (`int`, *optional*, defaults to 0):
             Train LoRA adapters of this rank on all linear layers. They, their gradients and moments are in float32, and
@@ -269,6 +275,8 @@ def plan_sequence_parallel(
             Train adapters of the experts of a mixture too, of a rank up to 64.
         load_in_4bit (`bool`, *optional*, defaults to `False`):
             Keep frozen linear layers and experts in NF4 with double quantization. Nothing is then sharded.
+        optimizer (`str`, *optional*, defaults to `"adamw_torch_fused"`):
+            A name of `models.optimizers.OPTIMIZERS`. Nothing is sharded with those of torchao and bitsandbytes.
         gated_delta_rule (`str`, *optional*):
             As in [`SequenceParallel`].
         attention (`str`, *optional*):
@@ -293,6 +301,7 @@ def plan_sequence_parallel(
     """
     sizes = _checked_sizes(config, weights, max_length=max_length, gpus=gpus, memory=memory)
     lora = _checked_lora(sizes, config, lora_rank, lora_experts, load_in_4bit)
+    adamw = _checked_optimizer(optimizer, "float32" if lora.rank else weights)
     # Each part must cover the receptive field of the convolution.
     most = max(1, max_length // max(1, sizes.delta_rule.window - 1))
     divisors = [size for size in range(1, min(gpus, most) + 1) if gpus % size == 0]
@@ -301,7 +310,7 @@ def plan_sequence_parallel(
 
     def need(size: int, every_n_layers: int, offload: bool) -> StepMemory:
         given = sizes, parameters, max_length, size, gpus, _WIDTHS[weights]
-        return step_memory(*given, checkpointed_layers(config, every_n_layers), offload, attention, lora)
+        return step_memory(*given, checkpointed_layers(config, every_n_layers), offload, attention, lora, adamw)
 
     def fewest(size: int | None, offload: bool) -> int | None:
         """Return `every_n_layers` with the fewest checkpointed layers that fit."""
@@ -312,7 +321,9 @@ def plan_sequence_parallel(
     needed = tuple(next((p for p, ways in options.items() if _fits(ways[n], memory)), None) for n in range(len(_WAYS)))
     every = (None, fewest(needed[1], False), fewest(needed[2], True))
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
-    plan = SequenceParallelPlan(config, parameters, max_length, gpus, memory, options, needed, every, methods, lora)
+    plan = SequenceParallelPlan(
+        config, parameters, max_length, gpus, memory, options, needed, every, methods, lora, optimizer
+    )
     if not any(needed):
         raise _nothing_fits(plan, unfit)
     return plan
@@ -342,6 +353,20 @@ def _checked_lora(sizes: Sizes, config: PreTrainedConfig, rank: int, experts: bo
     return Lora(rank, experts, in_4bit)
 
 
+def _checked_optimizer(name: str, weights: str) -> Optimizer:
+    """Return the optimizer of this name, or raise the error of one that does not train weights of this dtype."""
+    optimizer = optimizer_named(name)
+    if optimizer.correction and weights != optimizer.weights:
+        fix = "LoRA adapters are in float32." if weights == "float32" else ""
+        raise input_error(f"trained weights in {optimizer.weights} with {name}", weights, fix)
+    return optimizer
+
+
+def is_sharded(lora: Lora, optimizer: Optimizer) -> bool:
+    """Whether FSDP2 can shard the weights. Otherwise each GPU has all parameters."""
+    return optimizer.shards and not lora.in_4bit
+
+
 def _that_fit_heads(
     numbers: list[int], sizes: Sizes, gated_delta_rule: str, attention: str | None
 ) -> tuple[list[int], ValueError | None]:
@@ -368,7 +393,7 @@ def _nothing_fits(plan: SequenceParallelPlan, unfit: ValueError | None) -> Value
         f"at least {_gib(least.total / FILLED)} GiB per GPU for rows of {plan.max_length:,} tokens and "
         f"{parameters.total / 1e9:.2f} B parameters{_adapters(parameters, plan.lora)} on {count(plan.gpus, 'GPU')} "
         f"({_gib(sharded)} for weights, gradients "
-        f"and AdamW, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
+        f"and {'AdamW' if plan.optimizer == DEFAULT else plan.optimizer}, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
         f"{plan.memory:g}",
         f"Use more GPUs or shorter rows{'.' if unfit is None else f'; a larger P does not fit the heads. {unfit}'}",
     )
@@ -385,13 +410,13 @@ def step_memory(
     offload: bool = False,
     attention: str | None = None,
     lora: Lora = ALL_TRAINED,
+    optimizer: Optimizer = OPTIMIZERS[DEFAULT],
 ) -> StepMemory:
     """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
 
     `checkpointed` says which layers are. With `offload`, the GPU holds few checkpoints at a time.
     """
-    # Weights in 4 bit cannot be sharded, so each GPU has all parameters.
-    gpus = 1 if lora.in_4bit else gpus
+    gpus = gpus if is_sharded(lora, optimizer) else 1
     tokens = -(-max_length // size)
     layers = [layer_memory(sizes, layer, max_length, size, attention, lora) for layer in sizes.layers]
     # Checkpointing always keeps the input of a layer.
@@ -401,7 +426,11 @@ def step_memory(
     layer = max(kept - given + made if again else made for (kept, made), again in ways)
     weights = parameters.bytes(width, lora) / gpus
     adapters = FULL * parameters.trained(lora) / gpus if lora.rank else 0.0
-    trained = adapters or weights
+    gradients, head = adapters or weights, sizes.vocabulary * sizes.hidden
+    if optimizer.releases:
+        # Tied embeddings add to the gradient of the head at the end of the backward.
+        gradients = min(gradients, width * (parameters.layer + head) / gpus)
+    states = optimizer.states(FULL if lora.rank else width, parameters.trained(lora), 0 if lora.rank else head)
     gathered = HALF * (parameters.root + 2 * parameters.layer)
     if lora.rank:
         gathered += HALF * 3 * parameters.trained(lora) / len(layers)
@@ -409,8 +438,8 @@ def step_memory(
         gathered += HALF * (parameters.root + parameters.layer)
     return StepMemory(
         weights=weights + adapters,
-        gradients=trained,
-        moments=2 * trained,
+        gradients=gradients,
+        moments=states / gpus,
         gathered=gathered if gpus > 1 else 0,
         saved=others + (min(checkpoints, on_gpu(lora) * given) if offload else checkpoints),
         working=max(loss_memory(sizes, tokens, lora.rank > 0), layer),

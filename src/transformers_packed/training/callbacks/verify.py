@@ -54,6 +54,7 @@ from ..restore import (
     same_trainer,
     say_nothing,
     trunk_too,
+    updates_in_backward,
     without_cache,
 )
 from ..sequence_parallel import PartCollator
@@ -125,7 +126,7 @@ class VerifyCallback(TrainerCallback):
             why = "DeepSpeed runs forward and backward itself"
         elif trainer.args.n_gpu > 1:
             why = "DataParallel runs the model"
-        elif _updates_in_backward(trainer):
+        elif updates_in_backward(trainer):
             why = "the optimizer updates weights in backward"
         return None if why is None else f"Not verified: {why}."
 
@@ -241,12 +242,6 @@ class VerifyCallback(TrainerCallback):
         self._together(equal)
         note = ", which differs from run to run" if different else ""
         return f"{words}; loss {found[0]:.4f}, padded {padded[0]:.4f}{note}", found
-
-
-def _updates_in_backward(trainer: Trainer) -> bool:
-    """Whether a backward changes weights, as with LOMO or with hooks that step an optimizer for each parameter."""
-    hooked = any(getattr(x, "_post_accumulate_grad_hooks", None) for x in trainer.model.parameters())
-    return hooked or "lomo" in str(trainer.args.optim).lower()
 
 
 @contextmanager

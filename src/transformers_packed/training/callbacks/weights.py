@@ -1,4 +1,4 @@
-"""A warning for trained weights of 16 bits that an optimizer updates in place.
+"""Warnings for trained weights of 16 bits: an optimizer updates them in place, or rounds them apart in each process.
 
 A bfloat16 number has 8 significant bits, so an update below 1/512 of a weight is rounded away. An update of AdamW is about
 as large as the learning rate: at 2e-5, weights above 0.01 do not change.
@@ -7,6 +7,8 @@ as large as the learning rate: at 2e-5, weights above 0.01 do not change.
 import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
+
+from ..optimizers import unwrapped
 
 
 logger = logging.get_logger(__name__)
@@ -19,18 +21,17 @@ _FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
 
 
 class WeightsCallback(TrainerCallback):
-    """Warns when training starts if updates of weights will be rounded away. [`configure_packing`] adds it."""
+    """Warns when training starts if updates of weights will be rounded away, or apart. [`configure_packing`] adds it."""
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        line = rounded_away(model, optimizer)
-        if line is not None and state.is_world_process_zero:
-            logger.warning(line)
+        for line in (rounded_away(model, optimizer), rounded_apart(optimizer, args.world_size)):
+            if line is not None and state.is_world_process_zero:
+                logger.warning(line)
 
 
 def rounded_away(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     """Describe the trained weights of 16 bits whose small updates are lost, or return `None` if there are none."""
-    while _package(optimizer) == "accelerate" and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
+    optimizer = unwrapped(optimizer)
     # torchao's optimizers have this option.
     if _package(optimizer) not in _IN_PLACE and getattr(optimizer, "bf16_stochastic_round", True):
         return None
@@ -46,6 +47,19 @@ def rounded_away(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> st
         f"{numbers:,} trained weights are in {name}, and {type(optimizer).__name__} keeps no float32 copy of them: an update "
         f'below 1/{4 / torch.finfo(dtype).eps:.0f} of a weight is rounded away. Load the model with dtype="float32". '
         f"With {option}=True, it still computes in {name}."
+    )
+
+
+def rounded_apart(optimizer: torch.optim.Optimizer, processes: int) -> str | None:
+    """Describe weights that processes keep equal and round at random, or return `None` if there are none."""
+    optimizer = unwrapped(optimizer)
+    weights = [x for group in optimizer.param_groups for x in group["params"] if x.dtype is torch.bfloat16]
+    sharded = any(hasattr(x, "device_mesh") for x in weights)
+    if processes == 1 or not weights or sharded or not getattr(optimizer, "bf16_stochastic_round", False):
+        return None
+    return (
+        f"{type(optimizer).__name__} rounds updates at random in each process. The weights of the {processes} processes stay "
+        "equal only while all of them draw the same random numbers: train without dropout and NEFTune."
     )
 
 

@@ -1,0 +1,74 @@
+"""The benchmark of the loss with each optimizer: two steps on a CPU, and its lines."""
+
+import io
+import json
+import sys
+import tempfile
+import unittest
+from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from common.optimizers import flashoptim
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import optimizer_loss
+
+
+class OptimizerLossTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        lengths = np.full(60, 50, dtype=np.int32)
+        ids = np.random.default_rng(0).integers(1, 64, lengths.sum()).astype(np.uint16)
+        np.savez(self.folder / "corpus.npz", ids=ids, lengths=lengths, vocab_size=64)
+        self.enterContext(mock.patch.dict(sys.modules, {"flashoptim": flashoptim()}))
+        self.enterContext(mock.patch.object(torch, "compile", lambda function, **kwargs: function))
+
+    def run_benchmark(self, *arguments):
+        options = [
+            "--corpus",
+            "corpus.npz",
+            "--model",
+            "tiny",
+            "--steps",
+            "2",
+            "--tokens",
+            "64",
+            "--output",
+            "out.json",
+        ]
+        options = [str(self.folder / x) if x.endswith((".npz", ".json")) else x for x in options]
+        command = ["optimizer_loss.py", *options, "--scratch", str(self.folder / "scratch"), *arguments]
+        with mock.patch.object(sys, "argv", command), redirect_stdout(io.StringIO()) as stdout:
+            optimizer_loss.main()
+        return json.loads((self.folder / "out.json").read_text())["runs"], stdout.getvalue()
+
+    def test_runs_of_optimizers_share_rows_and_weights(self):
+        runs, _ = self.run_benchmark("--seeds", "0", "0", "1", "--clip", "0")
+        self.assertEqual(runs[0]["loss"], runs[1]["loss"])
+        self.assertNotEqual(runs[0]["loss"], runs[2]["loss"])
+        for run in runs:
+            self.assertLess(abs(run["held_out_loss"] - np.log(64)), 0.3)
+        runs, said = self.run_benchmark("--optim", "flash_adamw_release", "--clip", "0")
+        self.assertEqual(len(runs), 4)
+        # Before the first update, in another dtype.
+        self.assertAlmostEqual(runs[3]["loss"][0], runs[0]["loss"][0], delta=1e-2)
+        self.assertRegex(said, "flash_adamw_release, bfloat16, .* from AdamW in float32, whose 3 seeds span 0.0")
+        if find_spec("torchao"):
+            (*_, run), said = self.run_benchmark("--optim", "adamw_torch_8bit")
+            self.assertEqual((run["clip"], run["weights"]), (1.0, "bfloat16"))
+            # None with its clipping.
+            self.assertNotIn("span", said.splitlines()[-1])
+
+    def test_gradient_release_does_not_clip(self):
+        with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as stderr:
+            self.run_benchmark("--optim", "flash_adamw_release")
+        self.assertIn("needs --clip 0", stderr.getvalue())
+
+
+if __name__ == "__main__":
+    unittest.main()
