@@ -9,6 +9,7 @@ between one GPU, DDP and FSDP2, as accelerate does for any Trainer:
     torchrun --nproc_per_node 2 benchmarks/whole_steps.py --model 0.8B --output benchmarks/results/whole_steps.json
     accelerate launch --config_file examples/fsdp2.yaml --num_processes 2 benchmarks/whole_steps.py --model 4B --profile
     python benchmarks/whole_steps.py --model 9B --checkpointing --optim flash_adamw_release --output optimizers.json
+    python benchmarks/whole_steps.py --model 27B --weights bfloat16 --lora --checkpointing --offload --tokens 65536
 
 The time of a step is the mean of `--steps` steps after `--warmup` others. `--profile` adds a step under torch's profiler:
 the time of kernels, how much of the communication no computation covers, and how often the host waited for the GPU or copied
@@ -42,9 +43,7 @@ from transformers_packed.training.run_ahead import RunAheadCallback
 # Dense bfloat16 products of an H100 or H200, without sparsity.
 PEAK_FLOPS = 989.4e12
 # The options that a result repeats.
-SETTINGS = (
-    "model weights tokens optim checkpointing lora float8 graphs waits ddp_find_unused_parameters comm_hook".split()
-)
+SETTINGS = "model weights tokens optim checkpointing offload lora float8 graphs waits ddp_find_unused_parameters comm_hook".split()
 
 
 def samples_of(config: dict, args, rows: int) -> list[dict]:
@@ -166,7 +165,10 @@ def summary(trace) -> dict:
 
 def measure(args, config: dict) -> dict:
     set_seed(0)
-    options, optimizer = {checkpointing_argument(): args.checkpointing}, OPTIMIZERS.get(args.optim)
+    checkpointing, optimizer = checkpointing_argument(), OPTIMIZERS.get(args.optim)
+    options = {checkpointing: args.checkpointing}
+    if args.offload:
+        options[f"{checkpointing}_kwargs"] = {"use_reentrant": False, "offload": True}
     options |= {"optim": args.optim} if optimizer is None else arguments_for(args.optim)
     # FSDP2 would copy them to float32 for mixed precision.
     kept = optimizer is not None and args.weights == optimizer.weights == "bfloat16" and not args.lora
@@ -257,6 +259,7 @@ def main() -> int:
     optim = f"{', '.join(OPTIMIZERS)}, or another one of TrainingArguments"
     parser.add_argument("--optim", default=DEFAULT, metavar="NAME", help=optim)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--offload", action="store_true", help="keep the inputs of checkpointed layers in host memory")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers")
     parser.add_argument("--float8", action="store_true")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="default: PackedTrainer decides")
@@ -272,6 +275,8 @@ def main() -> int:
     parser.add_argument("--scratch", default="/tmp/whole_steps", help="folder of the trainer's files")
     parser.add_argument("--output", type=Path, help="add the result to this JSON file")
     args = parser.parse_args()
+    if args.offload and not args.checkpointing:
+        parser.error("--offload needs --checkpointing")
     args.weights = args.weights or (OPTIMIZERS[args.optim].weights if args.optim in OPTIMIZERS else "float32")
     first = int(os.environ.get("RANK", 0)) == 0
     config = with_layers(MODELS[args.model], args.layers)
