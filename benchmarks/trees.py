@@ -45,7 +45,7 @@ from step import earlier_report, profile, seconds_of_steps
 
 from transformers_packed import SequenceBoundaries, per_document_logps
 from transformers_packed.ops import implementations_used
-from transformers_packed.shared_prompts import level_order
+from transformers_packed.shared_prompts import to_level_order
 
 
 # The turns that the samples of a group share before they part. `None` is the tree.
@@ -142,9 +142,8 @@ def summed(samples: list[dict[int, float]]) -> dict[int, float]:
 
 
 def tree_of(scene: Scene) -> Row:
-    weights, order = summed(scene.samples), level_order(scene.parent_of)
-    place = {turn: number for number, turn in enumerate(order)} | {-1: -1}
-    return Row([{turn: weights[turn]} for turn in order], [place[scene.parent_of[turn]] for turn in order])
+    weights, (order, parents) = summed(scene.samples), to_level_order(scene.parent_of)
+    return Row([{turn: weights[turn]} for turn in order], parents)
 
 
 def group_of(samples: list[dict[int, float]], shared: int) -> Row:
@@ -162,9 +161,8 @@ def joined(rows: list[Row]) -> Row:
         start = len(documents)
         documents += row.documents
         parent_of += [parent if parent < 0 else start + parent for parent in row.parent_of]
-    order = level_order(parent_of)
-    place = {document: number for number, document in enumerate(order)} | {-1: -1}
-    return Row([documents[n] for n in order], [place[parent_of[n]] for n in order])
+    order, parents = to_level_order(parent_of)
+    return Row([documents[n] for n in order], parents)
 
 
 def rows_of(scene: Scene, shared: int | None) -> list[Row]:

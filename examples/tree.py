@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformers_packed import patch_model, per_document_logps
-from transformers_packed.shared_prompts import level_order
+from transformers_packed.shared_prompts import to_level_order
 
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -67,10 +67,9 @@ def pack(turns, documents, parent_of=None):
 def pack_trees(turns, parent_of, paths):
     """A row with each turn once. A turn counts with the advantages of all paths through it."""
     # In this order, no layer has to move tokens.
-    order = level_order(parent_of)
-    place = {turn: number for number, turn in enumerate(order)} | {-1: -1}
+    order, parents = to_level_order(parent_of)
     documents = [([turn], sum(advantage for path, advantage in paths if turn in path)) for turn in order]
-    return pack(turns, documents, [place[parent_of[turn]] for turn in order])
+    return pack(turns, documents, parents)
 
 
 def backward(model, row, targets):

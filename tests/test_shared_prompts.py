@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
-from transformers_packed.shared_prompts import SharedPrompts, level_order, paths_of
+from transformers_packed.shared_prompts import SharedPrompts, level_order, paths_of, to_level_order
 
 
 @st.composite
@@ -42,9 +42,8 @@ class PathsTest(unittest.TestCase):
                 self.assertEqual(level_of[path[-1]], level_of[path_of[parent][-1]] + 1)
             if parent >= 0 and parent_of.count(parent) == 1:
                 self.assertIs(path_of[parent], path)
-        order = level_order(parent_of)
-        place = {document: number for number, document in enumerate(order)}
-        moved = [-1 if parent_of[d] < 0 else place[parent_of[d]] for d in order]
+        order, moved = to_level_order(parent_of)
+        self.assertEqual([order[parent] if parent >= 0 else -1 for parent in moved], [parent_of[d] for d in order])
         self.assertEqual(level_order(moved), list(range(len(order))))
 
     @parameterized.expand(

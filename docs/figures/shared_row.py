@@ -1,6 +1,6 @@
 """A padded batch of two prompts with two answers each, and the row in which each prompt stands once."""
 
-from svg import DOCUMENTS, GREEN, INK, MUTED, Picture
+from svg import DOCUMENTS, INK, MUTED, Picture, draw_reads
 
 
 UNIT, GAP, LEFT = 25.6, 4, 24
@@ -26,7 +26,9 @@ def main() -> None:
     picture.text(LEFT, ROW - 14, f"packed row: {once} tokens", 20, MUTED)
     places = draw_row(picture)
     picture.text(LEFT, TRACKS - 14, "Answer B reads its prompt and itself:", 20, font_weight="600")
-    draw_reads(picture, places["0"], places["B"])
+    (_, end), (start, _) = prompt, answer = places["0"], places["B"]
+    window, arrow = WINDOW * UNIT - GAP, (start - 48, start - 8)
+    draw_reads(picture, TRACKS + 8, prompt, answer, window, end + 16, arrow)
     picture.write(__file__)
 
 
@@ -71,27 +73,6 @@ def draw_row(picture: Picture) -> dict[str, tuple[float, float]]:
     left, right = places["B"]
     picture.rect(left - 2, ROW - 2, right - left + 4, 44, "none", 6, stroke=INK, stroke_width=3)
     return places
-
-
-def draw_reads(picture: Picture, prompt: tuple[float, float], answer: tuple[float, float]) -> None:
-    """The tokens of the prompt and of the answer that each layer combines, below them."""
-    (first, end), (start, last) = prompt, answer
-    window = WINDOW * UNIT - GAP
-    tracks = (
-        ("attention", first, last),
-        ("convolution", end - window, start + window),
-        ("delta rule", None, None),
-    )
-    for n, (words, left, right) in enumerate(tracks):
-        y = TRACKS + 8 + 36 * n
-        if left is None:
-            for x in (end - 10, start + 10):
-                picture.text(x, y + 16, "S", 24, GREEN, text_anchor="middle", font_weight="700")
-        else:
-            picture.rect(left, y, end - left, 16, GREEN, 4)
-            picture.rect(start, y, right - start, 16, GREEN, 4)
-        picture.text(end + 16, y + 14, words, 20)
-        picture.arrow(start - 48, y + 8, start - 8, GREEN, 4, 7)
 
 
 if __name__ == "__main__":

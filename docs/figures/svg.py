@@ -76,6 +76,33 @@ class Picture:
         Path(script).with_suffix(".svg").write_text("\n".join([*self.parts, "</svg>", ""]), encoding="utf-8")
 
 
+def draw_reads(
+    picture: Picture,
+    top: float,
+    earlier: tuple[float, float],
+    own: tuple[float, float],
+    window: float,
+    words_at: float,
+    arrow: tuple[float, float],
+) -> None:
+    """What the layers of a document combine: a track for each kind, from the tokens before it to its own.
+
+    The document has the left and right edge `own`, and all that it continues has `earlier`.
+    """
+    (first, end), (start, last) = earlier, own
+    tracks = (("attention", first, last), ("convolution", end - window, start + window), ("delta rule", None, None))
+    for n, (words, left, right) in enumerate(tracks):
+        y = top + 36 * n
+        if left is None:
+            for x in (end - 10, start + 10):
+                picture.text(x, y + 16, "S", 24, GREEN, text_anchor="middle", font_weight="700")
+        else:
+            picture.rect(left, y, end - left, 16, GREEN, 4)
+            picture.rect(start, y, right - start, 16, GREEN, 4)
+        picture.text(words_at, y + 14, words, 20)
+        picture.arrow(arrow[0], y + 8, arrow[1], GREEN, 4, 7)
+
+
 def _rules() -> str:
     return "\n".join(
         f'{element}[{name}="{light}"] {{ {name}: {dark} }}'

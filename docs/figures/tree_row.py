@@ -1,6 +1,6 @@
 """A tree of turns, the row that has each turn once, and what one of the turns reads."""
 
-from svg import DOCUMENTS, GREEN, INK, LINE, MUTED, Picture
+from svg import DOCUMENTS, INK, LINE, MUTED, Picture, draw_reads
 
 
 UNIT, GAP, LEFT = 24.6, 4, 24
@@ -32,7 +32,9 @@ def main() -> None:
     places = draw_row(picture)
     draw_levels(picture, places)
     picture.text(LEFT, TRACKS - 10, "Turn D reads P, A and itself:", 20, font_weight="600")
-    draw_reads(picture, places)
+    (first, _), (_, end), (start, last) = places["P"], places["A"], places[READER]
+    window, arrow = WINDOW * UNIT - GAP, (end + 14, start - 10)
+    draw_reads(picture, TRACKS + 8, (first, end), (start, last), window, last + 14, arrow)
     picture.write(__file__)
 
 
@@ -86,23 +88,6 @@ def draw_levels(picture: Picture, places: dict[str, tuple[float, float]]) -> Non
         left, right = min(edges), max(edges)
         picture.line(left, ROW + 52, right, ROW + 52, DOCUMENTS[level])
         picture.text((left + right) / 2, ROW + 76, f"level {level + 1}", 20, MUTED, text_anchor="middle")
-
-
-def draw_reads(picture: Picture, places: dict[str, tuple[float, float]]) -> None:
-    """The tokens of the ancestors and of the turn that each layer combines."""
-    (first, _), (_, end), (start, last) = places["P"], places["A"], places[READER]
-    window = WINDOW * UNIT - GAP
-    tracks = (("attention", first, last), ("convolution", end - window, start + window), ("delta rule", None, None))
-    for n, (words, left, right) in enumerate(tracks):
-        y = TRACKS + 8 + 36 * n
-        if left is None:
-            for x in (end - 10, start + 10):
-                picture.text(x, y + 16, "S", 24, GREEN, text_anchor="middle", font_weight="700")
-        else:
-            picture.rect(left, y, end - left, 16, GREEN, 4)
-            picture.rect(start, y, right - start, 16, GREEN, 4)
-        picture.text(last + 14, y + 14, words, 20)
-        picture.arrow(end + 14, y + 8, start - 10, GREEN, 4, 7)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .shared_prompts import level_order
+from .shared_prompts import to_level_order
 
 
 # A shared beginning saves at least so many tokens, because another document costs about as much.
@@ -80,9 +80,8 @@ def prefix_pieces(documents: Sequence[np.ndarray]) -> list[Piece]:
         for child in _kept_below(node, at):
             kept.append((child, len(pieces), len(child.above)))
             pieces.append(Piece(child.document, node.depth, child.depth, parent))
-    order = level_order([piece.parent for piece in pieces])
-    places = {number: place for place, number in enumerate(order)} | {-1: -1}
-    return [pieces[number]._replace(parent=places[pieces[number].parent]) for number in order]
+    order, parents = to_level_order([piece.parent for piece in pieces])
+    return [pieces[number]._replace(parent=parent) for number, parent in zip(order, parents, strict=True)]
 
 
 def _tree(documents: Sequence[np.ndarray]) -> _Node:

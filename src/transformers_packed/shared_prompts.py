@@ -133,11 +133,6 @@ class SharedPrompts(SequenceBoundaries):
         """The runs that continue another one."""
         return [run for run, (_, after) in enumerate(self._runs) if after >= 0]
 
-    @derived_property
-    def first_continued(self) -> int:
-        """Index of the first token of these runs."""
-        return self._runs[self.continued[0]][0] if self.continued else self.total_length
-
     def _before(self, run: int, limit: int) -> np.ndarray:
         """The tokens that a run continues, from the first one of its tree, or the last `limit` of them."""
         pieces, (_, token) = [np.arange(0)], self._runs[run]
@@ -199,18 +194,22 @@ class SharedPrompts(SequenceBoundaries):
 
     def _levels(self, reads: int) -> "Levels":
         device, lengths, levels = self.cu_seqlens.device, self.lengths, paths_of(self.parent_of)
+        tokens = np.split(np.arange(self.total_length), np.cumsum(lengths[:-1]))
+        in_levels: list[np.ndarray] = []
         found: list[Level] = []
         states: Copies | None = None
         for paths, next_paths in zip(levels, [*levels[1:], []], strict=True):
             parents = [self.parent_of[path[0]] for path in next_paths]
+            needed = set(parents)
             slots = {path[-1]: slot for slot, path in enumerate(paths)}
             own: list[np.ndarray] = []
             inserted: list[np.ndarray] = []
             cu_seqlens, end = [0], 0
             for path in paths:
                 for document in path:
+                    in_levels.append(tokens[document])
                     own.append(np.arange(end, end := end + lengths[document]))
-                    if document in parents and document not in slots:
+                    if document in needed and document not in slots:
                         slots[document] = len(paths) + len(inserted)
                         inserted.append(np.arange(end, end := end + reads))
                 cu_seqlens.append(end)
@@ -222,8 +221,7 @@ class SharedPrompts(SequenceBoundaries):
             places = (own_places, reads_at) if inserted else None
             found.append(Level(boundaries, sum(map(len, own)), places, states, bool(parents)))
             states = Copies.of([slots[parent] for parent in parents], device)
-        tokens = np.split(np.arange(self.total_length), np.cumsum(lengths[:-1]))
-        order = np.concatenate([tokens[document] for document in level_order(self.parent_of)])
+        order = np.concatenate(in_levels)
         if bool((np.diff(order) == 1).all()):
             return Levels(found, None, None)
         return Levels(found, Copies.of(order, device), Copies.of(np.argsort(order), device))
@@ -317,6 +315,23 @@ def level_order(parent_of: Sequence[int]) -> list[int]:
     return [document for paths in paths_of(parent_of) for path in paths for document in path]
 
 
+def to_level_order(parent_of: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the order of [`level_order`], and the `parent_of` of documents in this order.
+
+    Example:
+
+    ```python
+    >>> from transformers_packed.shared_prompts import to_level_order
+    >>> to_level_order([-1, 0, 0, -1, 3, 3])  # two prompts with two answers each
+    ([0, 3, 1, 2, 4, 5], [-1, -1, 0, 0, 1, 1])
+
+    ```
+    """
+    order = level_order(parent_of)
+    places = {document: place for place, document in enumerate(order)} | {-1: -1}
+    return order, [places[parent_of[document]] for document in order]
+
+
 def paths_of(parent_of: Sequence[int]) -> list[list[list[int]]]:
     """Join the documents of a row to paths, and return the paths of each level.
 
@@ -335,8 +350,8 @@ def paths_of(parent_of: Sequence[int]) -> list[list[list[int]]]:
         below = children[document]
         if below:
             all_start[document] = max(all_start[child] for child in below) + (len(below) > 1)
-            deepest[document], *others = sorted(below, key=one_continues.__getitem__, reverse=True)
-            one_continues[document] = max(one_continues[c] + (c in others) for c in below)
+            deepest[document] = max(below, key=one_continues.__getitem__)
+            one_continues[document] = max(one_continues[c] + (c != deepest[document]) for c in below)
     levels: list[list[list[int]]] = []
     place: list[tuple[int, list[int]]] = []
     joins: list[bool] = []

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import input_error
-from ..shared_prompts import level_order
+from ..shared_prompts import to_level_order
 from .samples import ANSWERS, IGNORED_LABEL, PREFIX, TURNS, as_list, is_tree, real_length
 
 
@@ -128,9 +128,7 @@ def row_of(samples: Mapping[int, Sample], parents: list[Parent]) -> tuple[list[S
     for at, node in enumerate(nodes):
         for turn in node.turns:
             parent_of[number[id(turn)]] = at
-    order = level_order(parent_of)
-    place = {document: at for at, document in enumerate(order)} | {-1: -1}
-    moved = [place[parent_of[document]] for document in order]
+    order, moved = to_level_order(parent_of)
     return [nodes[document].columns for document in order], moved if max(moved) >= 0 else []
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import unittest
+from unittest import mock
 
 from common.records import CHATML, MARKED, PLAIN, THINKING, assistant, make_tokenizer, records, user
 from mixins.model import total_relative_error
@@ -9,6 +10,7 @@ from mixins.patch import builtin_model
 from parameterized import parameterized
 
 from transformers_packed import DataCollatorWithFlattening, patch_model
+from transformers_packed.data.records.chat import AssistantTurns
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.data.trees import nodes_of
 
@@ -111,6 +113,11 @@ class RecordsTest(unittest.TestCase):
         with self.assertNoLogs(logger, "WARNING"):
             make_samples(records({"messages": MESSAGES[:2]}), make_tokenizer(THINKING), 4096)
             make_samples(records({"messages": MESSAGES}), make_tokenizer(THINKING), 4096, every_turn=True)
+
+    def test_the_log_needs_no_other_rendering_of_the_whole(self):
+        with mock.patch.object(AssistantTurns, "render", autospec=True, side_effect=AssistantTurns.render) as render:
+            make_samples(records({"messages": MESSAGES}), make_tokenizer(THINKING), 4096)
+        self.assertEqual([call.args[1] for call in render.call_args_list].count(MESSAGES), 1)
 
 
 class TrainingTest(unittest.TestCase):

@@ -281,20 +281,23 @@ class _Records:
         """The conversation, or with `every_turn` the conversation up to each turn that is a target."""
         turns = target_turns(messages, first or 0) if self.every_turn else []
         if not turns:
-            self._note_other_renderings(record, messages, first or 0)
             return [self._conversation(record, messages, first)]
         return [self._conversation(record, _up_to(messages, turn), first) for turn in turns]
 
-    def _note_other_renderings(self, record: dict[str, Any], messages: list[dict[str, Any]], first: int) -> None:
-        """Log once if the template renders a turn that is a target differently when others follow."""
+    def _note_other_renderings(
+        self, messages: list[dict[str, Any]], first: int, options: dict[str, Any], whole: str | None = None
+    ) -> None:
+        """Log once if the template renders a turn that is a target differently when others follow.
+
+        `whole` is the text of the conversation, if it is there.
+        """
         turn = next(iter(target_turns(messages, first)), len(messages))
         if self.noted or turn + 1 >= len(messages):
             return
-        self.turns = self.turns or AssistantTurns(self.tokenizer)
-        options = self._options(record)
+        assert self.turns is not None
         with suppress(Exception):  # a template may raise anything, which the rendering of the whole reports
-            whole, start = (self.turns.render(x, **options) for x in (messages, messages[: turn + 1]))
-            self.noted = not whole.startswith(start)
+            whole = self.turns.render(messages, **options) if whole is None else whole
+            self.noted = not whole.startswith(self.turns.render(messages[: turn + 1], **options))
             if self.noted:
                 logger.warning(
                     "The chat template renders earlier turns of the assistant differently from the last one, so they "
@@ -302,22 +305,21 @@ class _Records:
                     "--every-turn, or every_turn=True."
                 )
 
-    def _options(self, record: dict[str, Any]) -> dict[str, Any]:
-        return {"tools": self._tools(record), **self._template_variables(record)}
-
     def _conversation(
         self, record: dict[str, Any], messages: list[dict[str, Any]], first: int | None = None
     ) -> tuple[list[int], list[int]]:
         """Tokens, and labels on the assistant's turns, optionally starting at message number `first`."""
         self.turns = self.turns or AssistantTurns(self.tokenizer)
-        options = self._options(record)
+        options = {"tools": self._tools(record), **self._template_variables(record)}
         if unread := self.turns.unread_keys(messages):
             logger.warning_once(f"The chat template does not read these keys of messages: {', '.join(unread)}.")
         try:
             if first is None and self.turns.template_marks_them:
+                self._note_other_renderings(messages, 0, options)
                 input_ids, mask = self._encode_with_marks(messages, options)
             else:
                 text = self.turns.render(messages, **options)
+                self._note_other_renderings(messages, first or 0, options, text)
                 spans = self.turns.find(messages, text, target_turns(messages, first or 0), **options)
                 input_ids, mask = self._encode_with_mask(text, spans)
         except Exception as error:  # a template may raise anything
