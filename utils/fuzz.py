@@ -370,7 +370,8 @@ def _is_refusal(setup: Setup, error: Exception) -> bool:
     if not where.is_relative_to(package):
         return setup.way == "stock" and "can't keep packed sequences apart" in str(error)
     # Errors of ops and boundaries address callers of ops. Training code calls no ops, so these are failures.
-    speaks = not where.is_relative_to(package / "ops") and where != package / "boundaries.py"
+    boundaries = [package / name for name in ("boundaries.py", "boundary_checks.py")]
+    speaks = not where.is_relative_to(package / "ops") and where not in boundaries
     return speaks and bool(re.match(r"expected .+, got .+", str(error), re.DOTALL))
 
 

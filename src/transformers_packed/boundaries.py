@@ -14,6 +14,19 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
+from .boundary_checks import (
+    check_cumulative,
+    check_document_numbers,
+    check_host_copy,
+    check_integers,
+    check_lengths,
+    check_padding_mask,
+    check_row,
+    check_tokens,
+    check_total,
+    describe,
+    short,
+)
 from .errors import input_error, unsupported
 
 
@@ -124,12 +137,9 @@ class SequenceBoundaries:
         """
         lengths = torch.as_tensor(lengths)
         device = lengths.device if device is None else torch.device(device)
-        _check_integers("lengths", lengths, "[N] with N >= 1", ndim=1)
+        check_integers("lengths", lengths, "[N] with N >= 1", ndim=1)
         lengths = lengths.to("cpu", torch.int64)
-        if bool((lengths < 1).any()):
-            document = int((lengths < 1).nonzero()[0])
-            got = f"{int(lengths[document])} at document {document}"
-            raise input_error("lengths of at least 1", got, "Leave empty documents out of the row.")
+        check_lengths(lengths)
         host = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
         torch.cumsum(lengths, dim=0, out=host[1:])
         return cls._checked(host, device)
@@ -153,32 +163,20 @@ class SequenceBoundaries:
                 The same values on the host. Without it, a tensor on a device costs one host sync.
         """
         cu_seqlens = torch.as_tensor(cu_seqlens)
-        _check_integers("cu_seqlens", cu_seqlens, "[N+1] with N >= 1", ndim=1, minimum_size=2)
+        check_integers("cu_seqlens", cu_seqlens, "[N+1] with N >= 1", ndim=1, minimum_size=2)
         host = cu_seqlens
         if cu_seqlens_cpu is not None:
             host = cu_seqlens_cpu
-            _check_integers("cu_seqlens_cpu", host, "[N+1] with N >= 1", ndim=1, minimum_size=2)
-            expected, got = tuple(cu_seqlens.shape), f"{tuple(host.shape)} on {host.device}"
-            if host.device.type != "cpu" or host.shape != cu_seqlens.shape:
-                raise input_error(f"cu_seqlens_cpu on the CPU with shape {expected}", got, "Pass a host copy.")
-            if cu_seqlens.device.type == "cpu" and not torch.equal(host.long(), cu_seqlens.long()):
-                values = f"cu_seqlens_cpu with the values {_short(cu_seqlens.tolist())}"
-                raise input_error(values, _short(host.tolist()), "Pass a host copy.")
+            check_host_copy(host, cu_seqlens)
         return cls._checked(host.to("cpu", torch.int64), cu_seqlens.device, total_length, cu_seqlens)
 
     @classmethod
     def from_seq_idx(cls, seq_idx: torch.Tensor) -> "SequenceBoundaries":
         """Build boundaries from a document index per token, a non-negative, non-decreasing integer tensor `[1, T]`."""
-        _check_integers("seq_idx", seq_idx, "[1, T] with T >= 1", ndim=2)
-        _check_one_row("seq_idx", seq_idx)
+        check_row("seq_idx", seq_idx)
         row = seq_idx[0].to("cpu", torch.int64)
         steps = row.diff()
-        if bool((steps < 0).any()) or int(row[0]) < 0:
-            where = 0 if int(row[0]) < 0 else int((steps < 0).nonzero()[0]) + 1
-            got = f"{int(row[where])} at token {where}" + (f" after {int(row[where - 1])}" if where else "")
-            raise input_error(
-                "seq_idx that is never negative and never decreases", got, "Number the documents 0, 1, ..."
-            )
+        check_document_numbers(row, steps)
         return cls._from_starts(steps != 0, seq_idx.device)
 
     @classmethod
@@ -191,9 +189,8 @@ class SequenceBoundaries:
         text_row = text_position_ids(position_ids) if isinstance(position_ids, torch.Tensor) else None
         if text_row is None:
             expected = "a position_ids tensor [1, T], or [4, 1, T] whose row 0 holds the text positions"
-            raise input_error(expected, _describe(position_ids), "Pass cu_seqlens or seq_idx instead.")
-        _check_integers("position_ids", text_row, "[1, T] with T >= 1", ndim=2)
-        _check_one_row("position_ids", text_row)
+            raise input_error(expected, describe(position_ids), "Pass cu_seqlens or seq_idx instead.")
+        check_row("position_ids", text_row)
         return cls._from_starts(text_row[0].diff().to("cpu") != 1, text_row.device)
 
     @classmethod
@@ -202,7 +199,7 @@ class SequenceBoundaries:
 
         [`~SequenceBoundaries.pack`] lays out the tokens in this way. A row without real tokens raises a `ValueError`.
         """
-        lengths = _check_padding_mask(attention_mask).to("cpu").sum(dim=1)
+        lengths = check_padding_mask(attention_mask).to("cpu").sum(dim=1)
         if bool((lengths == 0).any()):
             got = f"only padding in row {int((lengths == 0).nonzero()[0])}"
             raise input_error("at least one real token in each row", got, "Drop that row.")
@@ -224,7 +221,7 @@ class SequenceBoundaries:
         if cumulative:
             boundaries = cls._from_cumulative(cumulative, padding or 0, total_length)
         elif seq_idx is not None:
-            _check_tokens("seq_idx", seq_idx, total_length)
+            check_tokens("seq_idx", seq_idx, total_length)
             boundaries = cls.from_seq_idx(seq_idx)
         elif given or padding:
             alone = " and ".join([*given, *["padding_tokens"] * bool(padding)])
@@ -235,7 +232,7 @@ class SequenceBoundaries:
         else:
             return None
         if seq_idx is not None and cumulative:
-            _check_tokens("seq_idx", seq_idx, total_length)
+            check_tokens("seq_idx", seq_idx, total_length)
             if may_read(seq_idx):
                 boundaries.check_same(cls.from_seq_idx(seq_idx), "seq_idx")
         boundaries._check_longest(given)
@@ -265,18 +262,7 @@ class SequenceBoundaries:
     @classmethod
     def _checked(cls, host, device, total_length=None, given=None) -> "SequenceBoundaries":
         """Validate the int64 `host` copy and build the object. `given` is the caller's tensor, kept if it is int32."""
-        fix = "Give the cumulative document lengths [0, n_1, n_1 + n_2, ..., T] of one packed row."
-        if int(host[0]) != 0:
-            raise input_error("cu_seqlens that starts at 0", int(host[0]), fix)
-        lengths = host.diff()
-        if bool((lengths <= 0).any()):
-            document = int((lengths <= 0).nonzero()[0])
-            got = f"{int(host[document])} followed by {int(host[document + 1])} at document {document}"
-            raise input_error("strictly increasing cu_seqlens (no document is empty)", got, fix)
-        total = int(host[-1])
-        _check_total(total, total_length, fix)
-        if total > torch.iinfo(torch.int32).max:
-            raise input_error("at most 2**31 - 1 tokens in a row", total, "Split the row.")
+        check_cumulative(host, total_length)
         host = host.to(torch.int32)
         return cls(host.to(device, non_blocking=True) if given is None else given.to(torch.int32), host)
 
@@ -357,7 +343,7 @@ class SequenceBoundaries:
 
     def check_length(self, total_length: int) -> None:
         """Raise a `ValueError` if the row of these boundaries does not have `total_length` tokens."""
-        _check_total(self.total_length, total_length, "Change the batch's `boundaries` with its tokens.")
+        check_total(self.total_length, total_length, "Change the batch's `boundaries` with its tokens.")
 
     def check_whole(self, fix: str) -> None:
         """Raise a `ValueError` with `fix` if these boundaries describe only a part of a row."""
@@ -470,7 +456,7 @@ class SequenceBoundaries:
         if packed.ndim < 2 or packed.shape[:2] != (1, self.total_length):
             expected = f"a packed row [1, T, ...] with T = {self.total_length}"
             raise input_error(expected, f"shape {tuple(packed.shape)}", "Pass the row that these boundaries describe.")
-        length = self.max_length if attention_mask is None else _check_padding_mask(attention_mask).shape[1]
+        length = self.max_length if attention_mask is None else check_padding_mask(attention_mask).shape[1]
         slots = self._slots(length, attention_mask)
         padded = packed.new_full((self.num_documents * length, *packed.shape[2:]), padding_value)
         return padded.index_copy(0, slots, packed[0]).unflatten(0, (self.num_documents, length))
@@ -483,13 +469,13 @@ class SequenceBoundaries:
                     f"rows of at least {self.max_length} tokens, the longest document", length, "Pad the rows."
                 )
             return (self.seq_idx.long() * length + self.position_ids)[0]
-        mask, shape = _check_padding_mask(attention_mask), (self.num_documents, length)
+        mask, shape = check_padding_mask(attention_mask), (self.num_documents, length)
         if mask.shape != shape:
             raise input_error(f"an attention_mask of the batch's shape {list(shape)}", list(mask.shape))
         counts = mask.sum(dim=1).tolist()
         if counts != self.lengths:
-            expected = f"an attention_mask whose rows hold {_short(self.lengths)} real tokens"
-            raise input_error(expected, _short(counts), "Pass the mask that these boundaries were built from.")
+            expected = f"an attention_mask whose rows hold {short(self.lengths)} real tokens"
+            raise input_error(expected, short(counts), "Pass the mask that these boundaries were built from.")
         return mask.flatten().nonzero()[:, 0]
 
 
@@ -510,53 +496,3 @@ def may_read(value: Any) -> bool:
     if torch.compiler.is_compiling() or not isinstance(value, torch.Tensor):
         return not torch.compiler.is_compiling()
     return value.device.type == "cpu" or os.environ.get("TRANSFORMERS_PACKED_VALIDATE") == "1"
-
-
-def _check_integers(name: str, tensor: Any, shape: str, *, ndim: int, minimum_size: int = 1) -> None:
-    integral = isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.int32, torch.int64)
-    if not integral or tensor.ndim != ndim or tensor.shape[-1] < minimum_size:
-        cut = "If the collator's was correct, accelerate's dispatcher may have split it: set `dispatch_batches=False`."
-        fix = cut if name == "cu_seqlens" else "Convert it first."
-        raise input_error(f"{name} as an int32 or int64 tensor {shape}", _describe(tensor), fix)
-
-
-def _check_tokens(name: str, tensor: torch.Tensor, total_length: int) -> None:
-    if tensor.shape != (1, total_length):
-        expected = f"{name} of shape [1, {total_length}], one document number per token"
-        raise input_error(expected, f"{tuple(tensor.shape)}", f"Pass the {name} of this row.")
-
-
-def _check_total(total: int, total_length: int | None, fix: str) -> None:
-    if total_length is None or total == total_length:
-        return
-    fix += (
-        " If the collator's values were correct, the batch was split on the way to the model: by accelerate's"
-        " dispatcher (set `dispatch_batches=False`) or by torch.nn.DataParallel (launch one process per GPU)."
-    )
-    if total < total_length:
-        fix += " Or tokens were added before the row, as PEFT prompt learning does: use padded batches."
-    raise input_error(f"cu_seqlens that ends at the row's {total_length} tokens", total, fix)
-
-
-def _check_one_row(name: str, tensor: torch.Tensor) -> None:
-    if len(tensor) != 1:
-        fix = "Concatenate all documents in one row, as DataCollatorWithFlattening does."
-        raise input_error(f"{name} of one packed row, batch size 1", f"{len(tensor)} rows", fix)
-
-
-def _check_padding_mask(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Validate the mask and return it as bool `[B, L]`."""
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
-        raise input_error("an attention_mask tensor [B, L]", _describe(attention_mask), "Pass the 2-D padding mask.")
-    if attention_mask.dtype != torch.bool and bool(((attention_mask != 0) & (attention_mask != 1)).any()):
-        got = f"values from {attention_mask.min().item()} to {attention_mask.max().item()}"
-        raise input_error("an attention_mask of 0 and 1", got, "Mark real tokens with 1 and padding with 0.")
-    return attention_mask.bool()
-
-
-def _describe(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _short(values: list[int]) -> str:
-    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...] ({len(values)} values)"
