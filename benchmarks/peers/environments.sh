@@ -11,14 +11,14 @@ folder=${1:?usage: environments.sh FOLDER [ours] [liger] [unsloth]}
 shift
 [ $# -gt 0 ] || set -- ours liger unsloth
 
-common=(torch==2.11.0 accelerate==1.15.0 peft==0.21.2 flash-linear-attention==0.6.0 fla-core==0.6.0)
+common=(torch==2.11.0 accelerate==1.15.0 peft==0.21.2 bitsandbytes==0.50.2 flash-linear-attention==0.6.0 fla-core==0.6.0)
 # FLA refuses the backward of the gated delta rule on Hopper with Triton < 3.7.1, unless one of these is installed.
 kernels=(flash-qla==0.1.3 tilelang==0.1.15)
 declare -A packages=(
     [ours]="transformers==5.24.0 trl==1.16.0 datasets==5.2.0"
     [liger]="transformers==5.24.0 trl==1.16.0 datasets==5.2.0 liger-kernel==0.8.5"
     # The newest that Unsloth 2026.10.9 allows: transformers <= 5.17.0, trl <= 1.15.0, datasets < 5.
-    [unsloth]="transformers==5.17.0 trl==1.15.0 datasets==4.8.5 bitsandbytes==0.50.2 unsloth==2026.10.9 unsloth_zoo==2026.10.9"
+    [unsloth]="transformers==5.17.0 trl==1.15.0 datasets==4.8.5 unsloth==2026.10.9 unsloth_zoo==2026.10.9"
 )
 
 for tool in "$@"; do

@@ -68,15 +68,11 @@ def make_trainer(args, model, settings: dict, pairs, callback, adapters):
 
     trainer = DPOTrainer(
         model=model,
-        args=DPOConfig(**settings | {"per_device_train_batch_size": args.documents // 2}),
+        args=DPOConfig(**settings, max_length=None, per_device_train_batch_size=args.documents // 2),
         train_dataset=Dataset.from_list(pairs),
         processing_class=make_tokenizer(),
         callbacks=[callback],
         peft_config=adapters,
     )
     check_lengths(args, trainer.train_dataset)
-    if args.tool.startswith("ours"):
-        from transformers_packed import configure_packing
-
-        configure_packing(trainer, "padding_free", share_prompts=args.tool == "ours+shared")
     return trainer

@@ -13,25 +13,44 @@ causal-conv1d, it gets torch's variable-length attention and flash-linear-attent
 is the same class on TRL's padded batches, with SDPA and without Liger; it also runs on a CPU.
 
 `--task sft` is `SFTTrainer`. `--task dpo` is `DPOTrainer` on the pairs of `pairs.py`. With LoRA, its reference is the model
-without the adapters, or with a copy of them (`adapters`). TRL pads there, so `liger` and `padded` run padded batches:
-`liger` has SDPA if there is no FlashAttention, and Liger's kernels in the layers. `ours+shared` computes a prompt once.
+without the adapters, or with a copy of them (`adapters`). `--task grpo` is the learning step of `GRPOTrainer` on the groups
+of `groups.py`. TRL pads in both, so `liger` and `padded` run padded batches: `liger` has SDPA if there is no
+FlashAttention, and Liger's kernels in the layers. `ours+shared` computes a prompt once.
+
+With `--load-in-4bit`, the base is in NF4 with double quantization. `--make` then saves a checkpoint that is so already, with
+the head and the gates of the delta rule in bfloat16 for every tool, and needs no memory for the rest in bfloat16. Of
+another checkpoint, each tool quantizes the layers that it chooses. TRL casts the adapters to bfloat16.
 
 In a mixture of experts, adapters go on the linear layers of a block, on the shared expert and on the experts. Unsloth adds
 the last two together. With adapters, `liger` keeps Transformers' experts: Liger's would run without the adapters.
 
 The run checks itself. It notes the shapes that the model got in the warm-up. With `sft`, after the last step it replaces the
-first document of a batch, and notes how much the loss at the start of the second one changes (`isolation`). With `dpo`, it
-notes the mean log-probabilities of both answers (`logps`), which must agree among tools. The first loss is log 2, and
-more with the loss of routers.
+first document of a batch, and notes how much the loss at the start of the second one changes (`isolation`). A single
+document has no other one, so nothing is compared. With `dpo`, it notes the mean log-probabilities of both answers
+(`logps`), which must agree among tools. The first loss is log 2, and more with the loss of routers. With `grpo`, the first
+loss does not depend on the model. The norm of its gradient (`grad_norms`) does, and is the same for the same random
+adapters. After the last step, the run notes the mean log-probability of each answer to the first prompt (`logps`),
+replaces the first answer, and notes how much the log-probabilities of the others change (`isolation`).
 
-    python benchmarks/peers/train.py --checkpoint /dev/shm/0.8B --make 0.8B
+A checkpoint of each shape, then a run of each tool in its environment. CELL is any of the lines below.
+
+    python benchmarks/peers/train.py --checkpoint /dev/shm/4B --make 4B
+    python benchmarks/peers/train.py --checkpoint /dev/shm/9B --make 9B
+    python benchmarks/peers/train.py --checkpoint /dev/shm/27B --make 27B --load-in-4bit
     python benchmarks/peers/train.py --checkpoint /dev/shm/35B-A3B-12L --make 35B-A3B --layers 12
-    python benchmarks/peers/train.py --checkpoint /dev/shm/0.8B --tool ours --lora --output benchmarks/results/peers.json
-    unsloth/bin/python benchmarks/peers/train.py --checkpoint /dev/shm/0.8B --tool unsloth --lora --output ...
+    python benchmarks/peers/train.py CELL --tool ours --output benchmarks/results/peers.json
+    unsloth/bin/python benchmarks/peers/train.py CELL --tool unsloth --caches partly --output benchmarks/results/peers.json
+
+    --checkpoint /dev/shm/4B [--lora]                           # tools: ours, ours+float8, liger, unsloth
+    --checkpoint /dev/shm/9B --lora --checkpointing             # the same tools
+    --checkpoint /dev/shm/27B --lora --load-in-4bit --checkpointing --tokens 8192 --documents 17
+    --checkpoint /dev/shm/4B --lora --checkpointing --tokens 65536 --documents 1
+    --checkpoint /dev/shm/4B --lora --checkpointing --task dpo  # ours, ours+shared, liger, unsloth
+    --checkpoint /dev/shm/4B --lora --checkpointing --task grpo # the same tools
+    --checkpoint /dev/shm/35B-A3B-12L --lora
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -43,13 +62,19 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from tools import is_mixture, kernels_of, liger_settings, load, make_checkpoint, memory_of_graphs, pack, train_again
+
 
 TOOLS = {
     "sft": ("ours", "ours+float8", "liger", "unsloth", "padded"),
     "dpo": ("ours", "ours+shared", "liger", "unsloth", "padded"),
+    "grpo": ("ours", "ours+shared", "liger", "unsloth", "padded"),
 }
-# Tokens and documents of a step: 34 samples, or 16 pairs with prompts of 512 tokens and answers of 300 on average.
-SIZES = {"sft": (16384, 34), "dpo": (25984, 32)}
+# Tokens and documents of a step: 34 samples, 16 pairs, or 4 groups. With prompts of 512 tokens, answers of pairs have 300
+# on average, and those of groups 512.
+SIZES = {"sft": (16384, 34), "dpo": (25984, 32), "grpo": (32768, 32)}
+# To a prompt.
+ANSWERS = {"sft": 1, "dpo": 2, "grpo": 8}
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "flash-linear-attention",
             "flash-qla", "tilelang", "causal-conv1d", "flash-attn", "xformers", "liger-kernel", "unsloth",
             "unsloth-zoo", "bitsandbytes")  # fmt: skip
@@ -60,22 +85,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 class TimeIsUp(Exception):
     pass
-
-
-def make_checkpoint(name: str, layers: int | None, folder: Path) -> None:
-    """Save random weights of a shape, and a tokenizer that no sample needs."""
-    import torch
-    from pairs import make_tokenizer
-    from shapes import MODELS, with_layers
-    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
-
-    set_seed(0)
-    config = AutoConfig.for_model(**with_layers(MODELS[name], layers))
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    # The special words alone.
-    make_tokenizer(3).save_pretrained(folder)
 
 
 def make_samples(args, vocab_size: int) -> list[list[int]]:
@@ -93,74 +102,8 @@ def make_samples(args, vocab_size: int) -> list[list[int]]:
     return samples
 
 
-def load(args):
-    """Return the model of the tool, its tokenizer, and the adapters that the trainer has to add, if any."""
-    from shapes import LORA_EXPERTS, LORA_LAYERS
-
-    if args.tool == "unsloth":
-        import torch
-        from unsloth import FastLanguageModel
-
-        # Both calls switch checkpointing on by default, and the first one's choice holds for full fine-tuning.
-        checkpointing = {"use_gradient_checkpointing": "unsloth" if args.checkpointing else False}
-        model, tokenizer = FastLanguageModel.from_pretrained(
-            str(args.checkpoint),
-            max_seq_length=args.tokens,
-            dtype=torch.bfloat16,
-            load_in_4bit=False,
-            full_finetuning=not args.lora,
-            **checkpointing,
-        )
-        if args.lora:
-            own = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
-            layers = [name for name in LORA_LAYERS if name in own]
-            # With the names of the layers of a shared expert, it adds adapters to all experts.
-            model = FastLanguageModel.get_peft_model(
-                model, r=16, target_modules=layers, lora_alpha=32, lora_dropout=0, random_state=0, **checkpointing
-            )
-        return model, tokenizer, None
-    # Hides FLA from the stock classes on a machine without a GPU, so it comes before Transformers' models.
-    from arms import prepare  # isort: skip
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-
-    attention = None
-    if args.tool == "liger":
-        if not (installed("flash_attn") and installed("causal_conv1d")):
-            prepare(args.device)
-        # Torch's needs the boundaries of packed rows.
-        instead = "varlen" if args.task == "sft" else "sdpa"
-        attention = "flash_attention_2" if installed("flash_attn") else instead
-    model = AutoModelForCausalLM.from_pretrained(
-        args.checkpoint, dtype=torch.bfloat16, attn_implementation=attention, device_map=args.device
-    )
-    adapters = None
-    if args.lora:
-        set_seed(0)
-        experts = list(LORA_EXPERTS) if is_mixture(model.config) else None
-        adapters = LoraConfig(r=16, lora_alpha=32, target_modules=list(LORA_LAYERS), target_parameters=experts)
-        if args.task == "sft":
-            model, adapters = get_peft_model(model, adapters), None
-    return model, AutoTokenizer.from_pretrained(args.checkpoint), adapters
-
-
-def is_mixture(config) -> bool:
-    return getattr(config, "num_experts", None) is not None
-
-
-def liger_settings(args, config) -> dict:
-    if not is_mixture(config):
-        return {"use_liger_kernel": True}
-    from liger_kernel.transformers.model import output_classes
-
-    # Liger 0.8.5 imports this name, which it defines only for other releases of Transformers.
-    vars(output_classes).setdefault("LigerQwen3_5MoeCausalLMOutputWithPast", None)
-    return {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": not args.lora}}
-
-
 def settings_of(args, model) -> dict:
-    """The arguments that the configurations of both trainers share."""
+    """The arguments that the configurations of all trainers share."""
     settings = {
         "output_dir": args.scratch,
         # Unsloth's default is 2.
@@ -169,7 +112,6 @@ def settings_of(args, model) -> dict:
         "train_sampling_strategy": "sequential",
         "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
-        "max_length": None,
         "bf16": True,
         "optim": "adamw_torch_fused",
         "logging_steps": 5,
@@ -188,20 +130,16 @@ def make_trainer(args, model, tokenizer, samples, callback):
 
     settings = SFTConfig(
         **settings_of(args, model),
+        max_length=None,
         per_device_train_batch_size=args.documents,
         packing=False,
-        # Unsloth chooses by itself; with this package, `configure_packing` does.
+        # Unsloth chooses by itself; with this package, `pack` does.
         **({"padding_free": True} if args.tool == "liger" else {}),
     )
     dataset = Dataset.from_dict({"input_ids": samples})
-    trainer = SFTTrainer(
+    return SFTTrainer(
         model=model, args=settings, train_dataset=dataset, processing_class=tokenizer, callbacks=[callback]
     )
-    if args.tool.startswith("ours"):
-        from transformers_packed import configure_packing
-
-        configure_packing(trainer, float8="float8" in args.tool)
-    return trainer
 
 
 def make_clock(args):
@@ -212,12 +150,13 @@ def make_clock(args):
     class Clock(TrainerCallback):
         def __init__(self):
             self.started = time.perf_counter()
-            self.first, self.ends, self.losses, self.logps, self.shapes = None, [], {}, {}, []
+            self.first, self.ends, self.shapes = None, [], []
+            self.losses, self.gradients, self.logps = {}, {}, {}
             self.hook, self.graphs = None, None
 
         def on_train_begin(self, settings, state, control, model=None, **kwargs):
-            # With pairs, this package gets padded batches and packs them before it looks up their embeddings.
-            module = model.get_input_embeddings() if args.task == "dpo" else model
+            # With answers, this package gets padded batches and packs them before it looks up their embeddings.
+            module = model if args.task == "sft" else model.get_input_embeddings()
             self.hook = module.register_forward_pre_hook(self.note, with_kwargs=True)
 
         def note(self, module, inputs, named):
@@ -243,6 +182,8 @@ def make_clock(args):
         def on_log(self, settings, state, control, logs=None, **kwargs):
             if "loss" in (logs or {}):
                 self.losses[state.global_step] = round(float(logs["loss"]), 5)
+            if "grad_norm" in (logs or {}):
+                self.gradients[state.global_step] = round(float(logs["grad_norm"]), 5)
             if "logps/chosen" in (logs or {}):
                 self.logps[state.global_step] = [round(float(logs[f"logps/{x}"]), 3) for x in ("chosen", "rejected")]
 
@@ -260,28 +201,10 @@ def make_clock(args):
     return Clock()
 
 
-def memory_of_graphs(model) -> float | None:
-    """The GiB that the CUDA graphs of a model reserve, or `None` without graphs."""
-    import torch
-
-    from transformers_packed.models.cuda_graphs import find_text_models, records_graphs
-
-    if not any(records_graphs(text) for text in find_text_models(model)):
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return round((torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) / 2**30, 2)
-
-
 def isolation(trainer, documents: list[list[int]]) -> dict[str, float]:
     """How much the loss at the start of the second document changes with the first one, and in a repetition."""
     import torch
 
-    trainer.model.train()
-    if hasattr(trainer.model, "for_training"):
-        # Unsloth leaves the model ready for generation.
-        checkpointing = getattr(trainer.model, "_unsloth_gradient_checkpointing", False)
-        trainer.model.for_training(use_gradient_checkpointing=checkpointing)
     device = next(trainer.model.parameters()).device
     targets = min(NEAR, len(documents[1]) - 1)
 
@@ -301,36 +224,12 @@ def isolation(trainer, documents: list[list[int]]) -> dict[str, float]:
     return {"loss": before, "repeated": abs(again - before), "changed": abs(changed - before)}
 
 
-def kernels_of(args, trainer) -> dict:
-    """What the tool itself says about its kernels."""
-    found = {"attention": trainer.model.config._attn_implementation, "collator": type(trainer.data_collator).__name__}
-    if args.tool == "unsloth":
-        from unsloth.utils.hf_packed_attention import HF_PACKED_ATTENTION_STATS
-        from unsloth.utils.packing import HYBRID_PACKING_STATS
-        from unsloth_zoo.temporary_patches.gdn_causal_conv1d import GDN_CAUSAL_CONV1D_STATS
-
-        # Unsloth raises an error in the first packed forward if a layer did not hand boundaries to its kernels.
-        done = getattr(trainer.model, "_unsloth_varlen_handshake_done", False)
-        return found | {
-            "padding_free": getattr(trainer.args, "padding_free", None),
-            "boundaries_reached_kernels": done,
-            "hybrid_packing": dict(HYBRID_PACKING_STATS),
-            "packed_attention": dict(HF_PACKED_ATTENTION_STATS),
-            "convolution": dict(GDN_CAUSAL_CONV1D_STATS),
-            # Its own copy of FLA is older than 0.6.
-            "fla": getattr(sys.modules.get("fla"), "__version__", None),
-        }
-    if args.tool.startswith("ours"):
-        from transformers_packed.ops import implementations_used
-
-        return found | {"implementations": implementations_used()}
-    return found
-
-
 def measure(args, entry: dict) -> None:
     """Train, and add what was found to the entry as soon as it is known."""
     if args.tool == "unsloth":
         import unsloth  # noqa: F401 (before all that it patches)
+    import groups
+    import pairs
     import torch
     from transformers import AutoConfig, set_seed
 
@@ -340,19 +239,20 @@ def measure(args, entry: dict) -> None:
     config = AutoConfig.from_pretrained(args.checkpoint)
     entry |= {"experts": config.num_experts} if is_mixture(config) else {}
     clock = make_clock(args)
-    if args.task == "dpo":
-        import pairs
-
-        model, _, adapters = load(args)
-        trainer = pairs.make_trainer(args, model, settings_of(args, model), pairs.make_pairs(args), clock, adapters)
-    else:
+    model, tokenizer, adapters = load(args)
+    if args.task == "sft":
         samples = make_samples(args, config.vocab_size)
-        model, tokenizer, _ = load(args)
         trainer = make_trainer(args, model, tokenizer, samples, clock)
+    else:
+        task, make = (pairs, pairs.make_pairs) if args.task == "dpo" else (groups, groups.make_groups)
+        samples = make(args)
+        trainer = task.make_trainer(args, model, settings_of(args, model), samples, clock, adapters)
+    if args.tool.startswith("ours"):
+        pack(args, trainer)
     trained = [x for x in trainer.model.parameters() if x.requires_grad]
     entry["trained_parameters"] = sum(x.numel() for x in trained)
     entry["trained_dtypes"] = sorted({str(x.dtype).removeprefix("torch.") for x in trained})
-    if args.lora and args.task == "dpo":
+    if args.lora and args.task != "sft":
         # TRL adds a frozen copy, "ref", to a model that came with adapters, as Unsloth's does.
         entry["adapters"] = sorted(trainer.model.peft_config)
     clock.started = time.perf_counter()
@@ -366,25 +266,44 @@ def measure(args, entry: dict) -> None:
         add_times(args, entry, clock)
     try:
         entry["kernels"] = kernels_of(args, trainer)
-        if "stopped" not in entry and args.task == "sft":
-            entry["isolation"] = isolation(trainer, samples[: args.documents])
+        if "stopped" not in entry:
+            train_again(trainer.model)
+            entry |= check(args, trainer, samples)
     except Exception as error:
         # The times are good without the check.
         entry["check_failed"] = f"{type(error).__name__}: {error}"[:300]
+
+
+def check(args, trainer, samples) -> dict:
+    """What the checks of the task find after the last step."""
+    if args.task == "grpo":
+        from groups import check_answers
+
+        return check_answers(args, trainer, samples)
+    if args.task == "dpo":
+        return {}
+    if args.documents == 1:
+        return {"isolation_left_out": "a single document has no other one"}
+    return {"isolation": isolation(trainer, samples[: args.documents])}
 
 
 def add_times(args, entry: dict, clock) -> None:
     import torch
 
     times = clock.milliseconds()
-    entry |= {"losses": clock.losses, "shapes": [list(x) for x in sorted({tuple(x) for x in clock.shapes})]}
+    entry |= {
+        "losses": clock.losses,
+        "grad_norms": clock.gradients,
+        "shapes": [list(x) for x in sorted({tuple(x) for x in clock.shapes})],
+    }
     entry["forwards_per_step"] = len(clock.shapes) / min(max(len(clock.ends), 1), args.warmup)
     if clock.logps:
         entry["logps"] = clock.logps
     if clock.graphs is not None:
         entry["graphs_GiB"] = clock.graphs
-    # One row of exactly the step's tokens in each step, without the prompts that two answers share.
-    row = args.tokens - (args.documents // 2 * args.prompt if args.tool == "ours+shared" else 0)
+    # One row of exactly the step's tokens in each step, without the prompts that answers share.
+    prompts = args.documents // args.answers
+    row = args.tokens - ((args.documents - prompts) * args.prompt if args.tool == "ours+shared" else 0)
     one = all(x == [1, row] for x in clock.shapes) and entry["forwards_per_step"] == 1
     entry["padding_free"] = bool(clock.shapes) and one
     if clock.first:
@@ -404,10 +323,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
 def stop(*_):
     raise TimeIsUp
 
@@ -415,7 +330,8 @@ def stop(*_):
 def write(output: Path, entry: dict) -> None:
     """Add the entry to the file, in place of an earlier one of the same cell and tool."""
     report = json.loads(output.read_text()) if output.exists() else {"runs": []}
-    key = ("tool", "task", "model", "lora", "checkpointing", "tokens", "documents", "prompt", "caches", "machine")
+    key = ("tool", "task", "model", "lora", "load_in_4bit", "checkpointing", "tokens", "documents", "prompt", "caches",
+           "machine")  # fmt: skip
     same = [run for run in report["runs"] if all(run.get(name) == entry.get(name) for name in key)]
     report["runs"] = [run for run in report["runs"] if run not in same] + [entry]
     output.write_text(json.dumps(report, indent=1) + "\n")
@@ -428,13 +344,18 @@ def main() -> int:
         "--make", metavar="MODEL", help="save random weights of this shape as the checkpoint, and stop"
     )
     parser.add_argument("--layers", type=int, help="of the shape that --make saves, instead of its own")
+    parser.add_argument(
+        "--load-in-4bit", action="store_true", help="QLoRA: the base in NF4. --make saves the checkpoint so"
+    )
     parser.add_argument("--task", choices=TOOLS, default="sft")
     parser.add_argument("--tool", choices=sorted({tool for tools in TOOLS.values() for tool in tools}), default="ours")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, as the tool does it")
-    parser.add_argument("--tokens", type=int, help="of a step: 16384, with pairs 25984")
-    parser.add_argument("--documents", type=int, help="of a step: 34, with pairs 32, which are 16 pairs")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt of a pair")
+    parser.add_argument("--tokens", type=int, help="of a step: 16384, with pairs 25984, with groups 32768")
+    parser.add_argument(
+        "--documents", type=int, help="of a step: 34, with pairs 32, which are 16 pairs, with groups 32 answers"
+    )
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt of a pair or group")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
@@ -449,21 +370,27 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="add the results to this JSON file")
     args = parser.parse_args()
     if args.make:
-        make_checkpoint(args.make, args.layers, args.checkpoint)
+        make_checkpoint(args.make, args.layers, args.load_in_4bit, args.checkpoint)
         return 0
     tokens, documents = SIZES[args.task]
     args.tokens, args.documents = args.tokens or tokens, args.documents or documents
+    args.answers = ANSWERS[args.task]
     if args.tool not in TOOLS[args.task]:
         parser.error(f"--task {args.task} expects one of {', '.join(TOOLS[args.task])}, got {args.tool}.")
     if args.device == "cpu" and args.tool not in ("ours", "ours+shared", "padded"):
         parser.error(f"{args.tool} needs a GPU: without its kernels, the stock class refuses packed rows.")
-    if args.warmup < 1 or args.documents < 2 or args.tokens < 4 * args.documents:
-        parser.error("A run needs a warm-up step, two documents, and at least four tokens for each.")
-    if args.task == "dpo" and (args.documents % 2 or args.tokens < args.documents * (args.prompt + 4)):
-        parser.error("Pairs need an even number of documents, and --prompt and at least four tokens for each.")
+    if args.warmup < 1 or args.documents < 1 or args.tokens < 4 * args.documents:
+        parser.error("A run needs a warm-up step, a document, and at least four tokens for each.")
+    if args.answers > 1 and (args.documents % args.answers or args.tokens < args.documents * (args.prompt + 4)):
+        parser.error(
+            f"--task {args.task} needs {args.answers} documents for each prompt, and --prompt and at least four tokens for each."
+        )
+    if args.load_in_4bit and not args.lora:
+        parser.error("--load-in-4bit needs --lora: weights in 4 bit do not train.")
     entry = {"command": shlex.join(["python", "benchmarks/peers/train.py", *sys.argv[1:]]), "tool": args.tool}
     entry |= {key: getattr(args, key) for key in ("lora", "checkpointing", "tokens", "documents", "warmup", "steps")}
-    entry |= {"task": "dpo", "prompt": args.prompt} if args.task == "dpo" else {}
+    entry |= {"task": args.task, "prompt": args.prompt} if args.answers > 1 else {}
+    entry |= {"load_in_4bit": True} if args.load_in_4bit else {}
     entry |= {"caches": args.caches, "model": args.checkpoint.name, "versions": versions()}
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(args.time_limit or 0)

@@ -9,7 +9,7 @@ from svg import GREEN, MUTED, Picture
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "utils" / "measured"))
-from other_tools import gpu, grouped, label  # noqa: E402
+from other_tools import gpu, grouped, label, training  # noqa: E402
 
 
 RESULTS = ROOT / "benchmarks" / "results" / "peers.json"
@@ -22,7 +22,7 @@ def draw(tokens: int, target: str) -> None:
     cells = {
         key: runs
         for key, runs in cells.items()
-        if "sft" in key and tokens in key and "step_ms" in runs.get("ours", {})
+        if key.task == "sft" and key.tokens == tokens and "step_ms" in runs.get("ours", {})
     }
     bars = [
         (key, [(tool, runs[tool]) for tool in COLORS if "step_ms" in runs.get(tool, {})])
@@ -36,9 +36,8 @@ def draw(tokens: int, target: str) -> None:
     y = 74
     for key, arms in bars:
         y += 44
-        model, lora, *_ = key
-        shape = "12 layers of Qwen3.5-35B-A3B" if model == "35B-A3B-12L" else f"Qwen3.5 {model}"
-        picture.text(24, y, f"{shape}, {'LoRA' if lora else 'full'}, {gpu(key)}", 21, font_weight="600")
+        shape = "12 layers of Qwen3.5-35B-A3B" if key.model == "35B-A3B-12L" else f"Qwen3.5 {key.model}"
+        picture.text(24, y, f"{shape}, {training(key)}, {gpu(key.machine)}", 21, font_weight="600")
         y += 14
         ours = dict(arms)["ours"]["step_ms"]
         for tool, run in arms:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import unittest
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -22,9 +23,11 @@ from transformers_packed import patch_model
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "peers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils" / "measured"))
+import groups
 import other_tools
 import shapes
 import train
+import what_fits
 import write
 
 
@@ -54,6 +57,14 @@ class SamplesTest(unittest.TestCase):
         self.assertEqual([sum(map(len, step)) for step in steps], [tokens] * 5)
         self.assertGreaterEqual(min(map(len, samples)), 2)
         self.assertEqual(samples, train.make_samples(args, vocab_size=2048))
+
+    def test_the_groups_of_each_step_add_up(self):
+        args = argparse.Namespace(tokens=1600, documents=16, prompt=80, answers=8, warmup=1, steps=2)
+        made = groups.make_groups(args)
+        self.assertEqual({(len(prompt), len(answers)) for prompt, answers in made}, {(80, 8)})
+        lengths = [sum(80 + len(answer) for answer in answers) for _, answers in made]
+        self.assertEqual([sum(lengths[i : i + 2]) for i in range(0, 6, 2)], [1600] * 3)
+        self.assertEqual({answer[-1] for _, answers in made for answer in answers}, {groups.END})
 
 
 class TrainTest(unittest.TestCase):
@@ -93,6 +104,54 @@ class TrainTest(unittest.TestCase):
         # The model has not learned, and a mixture adds its router's loss.
         self.assertAlmostEqual(padded["losses"]["1"], 0.6931, delta=1e-4 if shape == "tiny" else 4e-3)
 
+    def test_steps_of_grpo_agree(self):
+        """The loss, the norm of its gradient, and the log-probabilities of answers. Prompts of groups count once."""
+        sizes = ["--task", "grpo", "--tokens", "1600", "--documents", "16", "--prompt", "80"]
+        short = [*sizes, "--lora", "--checkpointing", "--warmup", "1", "--steps", "1", "--device", "cpu"]
+        tools = ("ours", "ours+shared", "padded")
+        ours, shared, padded = self.runs("tiny", [[*short, "--tool", tool] for tool in tools])
+        for entry, row in ((ours, 1600), (shared, 480)):
+            self.assertEqual((entry["shapes"], entry["forwards_per_step"]), ([[1, row]], 1))
+            self.assertTrue(entry["padding_free"])
+            self.assertAlmostEqual(entry["losses"]["1"], padded["losses"]["1"], delta=1e-4)
+            self.assertAlmostEqual(entry["grad_norms"]["1"] / padded["grad_norms"]["1"], 1, delta=0.01)
+            self.assertEqual(len(entry["logps"]["2"]), 8)
+            for got, want in zip(entry["logps"]["2"], padded["logps"]["2"], strict=True):
+                self.assertAlmostEqual(got, want, delta=2e-3)
+        self.assertGreater(len(set(padded["logps"]["2"])), 1)
+        self.assertEqual(padded["shapes"][0][0], 16)
+        self.assertTrue(all(other_tools.isolated(entry) for entry in (ours, shared, padded)))
+
+    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+    def test_steps_of_qlora_agree(self):
+        """The checkpoint is already in 4 bit, with the same weights for every tool."""
+        sizes = [*SMALL, "--lora", "--load-in-4bit", "--checkpointing"]
+        commands = [[*sizes, "--tool", tool] for tool in ("ours", "padded")]
+        ours, padded = self.runs("tiny", commands, "--load-in-4bit")
+        self.assertAlmostEqual(ours["losses"]["1"], padded["losses"]["1"], delta=2e-3)
+        self.assertEqual(ours["trained_parameters"], padded["trained_parameters"])
+        self.assertTrue(ours["load_in_4bit"] and ours["padding_free"] and other_tools.isolated(ours))
+
+    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+    def test_a_checkpoint_in_4_bit(self):
+        with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
+            run("--checkpoint", folder, "--make", "tiny", "--load-in-4bit")
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        layers = {name.rsplit(".", 1)[-1]: type(x).__name__ for name, x in model.named_modules()}
+        self.assertEqual({layers[x] for x in ("gate_proj", "q_proj", "in_proj_qkv", "out_proj")}, {"Linear4bit"})
+        self.assertEqual({layers[x] for x in ("lm_head", "in_proj_a", "in_proj_b")}, {"Linear"})
+        self.assertTrue(model.model.layers[0].mlp.gate_proj.weight.quant_state.nested)
+
+    def test_a_single_document(self):
+        """This package runs it, though it has nothing to pack."""
+        sizes = [*SMALL, "--documents", "1", "--lora", "--checkpointing"]
+        ours, padded = self.runs("tiny", [[*sizes, "--tool", tool] for tool in ("ours", "padded")])
+        self.assertAlmostEqual(ours["losses"]["1"], padded["losses"]["1"], delta=2e-3)
+        self.assertEqual(ours["shapes"], [[1, 48]])
+        self.assertIn("gated_delta_rule", ours["kernels"]["implementations"])
+        self.assertNotIn("isolation", ours)
+        self.assertTrue(ours["isolation_left_out"] and other_tools.isolated(ours))
+
     def test_adapters_of_a_mixture(self):
         """Fewer layers; its experts have adapters too."""
         lora = [[*SMALL, "--lora", "--tool", tool] for tool in ("ours", "padded")]
@@ -115,7 +174,9 @@ class TrainTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            (["--task", "dpo", "--documents", "3"], "an even number"),
+            (["--task", "dpo", "--documents", "3"], "2 documents for each prompt"),
+            (["--task", "grpo", "--documents", "12"], "8 documents for each prompt"),
+            (["--load-in-4bit"], "needs --lora"),
             (["--task", "dpo", "--prompt", "4000"], "at least four tokens"),
             (["--task", "dpo", "--tool", "ours+float8"], "expects one of ours, ours.shared"),
             (["--tool", "ours+shared"], "--task sft expects one of"),
@@ -138,6 +199,17 @@ class TrainTest(unittest.TestCase):
                 train.write(output, found)
             runs = json.loads(output.read_text())["runs"]
         self.assertEqual([(x["tool"], x["step_ms"]) for x in runs], [("liger", 2.0), ("ours", 3.0)])
+
+    def test_runs_of_other_cells_stay(self):
+        lora = {"lora": True, "checkpointing": True}
+        cells = [lora, lora | {"load_in_4bit": True}, lora | {"documents": 1}]
+        cells += [lora | {"task": task, "prompt": 512} for task in ("dpo", "grpo")]
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder, "peers.json")
+            for cell in cells:
+                train.write(output, entry("ours", 1.0, **cell))
+            runs = json.loads(output.read_text())["runs"]
+        self.assertEqual((len(runs), len(other_tools.grouped(runs))), (5, 5))
 
 
 class IsolationTest(unittest.TestCase):
@@ -162,6 +234,18 @@ class IsolationTest(unittest.TestCase):
         self.assertEqual(leaking["repeated"], 0)
         ours = self.check(DataCollatorWithFlattening(), patch_model(stock))
         self.assertEqual(ours["changed"], 0)
+
+    @parameterized.expand([("other rows", True), ("the row alone", False)])
+    def test_a_leak_between_answers_is_noticed(self, _, leaks):
+        def logps(model, ids, mask, kept):
+            values = ids[:, -kept:].double()
+            return (values.cumsum(dim=0) if leaks else values), None
+
+        args = argparse.Namespace(tokens=1600, documents=16, prompt=80, answers=8, warmup=1, steps=1)
+        trainer = SimpleNamespace(model=torch.nn.Linear(1, 1), _get_per_token_logps_and_entropies=logps)
+        found = groups.check_answers(args, trainer, groups.make_groups(args))
+        self.assertEqual(found["isolation"]["changed"] > 0, leaks)
+        self.assertEqual(found["isolation"]["repeated"], 0)
 
 
 class PageTest(unittest.TestCase):
@@ -228,6 +312,47 @@ class PageTest(unittest.TestCase):
         self.assertIn("| ours, shared prompts | 8 | 0.8 x |", page)
         self.assertIn("All of these runs passed", page)
         self.assertIn("Not measured: other shapes and GRPO beside other tools.", page)
+
+    def test_other_ways_to_train_have_rows_of_their_own(self):
+        dpo = {"task": "dpo", "prompt": 512, "tokens": 25984, "documents": 32}
+        grpo = {"task": "grpo", "prompt": 512, "tokens": 32768, "documents": 32}
+        long, nf4 = {"documents": 1, "tokens": 65536}, {"model": "27B", "load_in_4bit": True, "tokens": 8192}
+        runs = []
+        for milliseconds, cell in ((10.0, long), (20.0, nf4), (30.0, dpo), (40.0, grpo)):
+            cell = cell | {"lora": True, "checkpointing": True, "trained_dtypes": ["bfloat16"]}
+            # Unsloth computes a batch of GRPO in parts.
+            parts = {"forwards_per_step": 4} if cell.get("task") == "grpo" else {}
+            runs += [entry("ours", milliseconds, **cell), entry("unsloth", 2 * milliseconds, **cell, **parts)]
+        for run in runs:
+            if run["documents"] == 1:
+                run["isolation_left_out"] = run.pop("isolation") and "one document"
+            if run.get("task") == "grpo":
+                run["logps"] = {"25": [-12.0, -12.5 if run["tool"] == "ours" else -12.498]}
+        page = self.words(*runs)
+        self.assertIn(
+            "FP8: Unsloth 2 x; with QLoRA: Unsloth 2 x; with DPO: Unsloth 2 x; with GRPO: Unsloth 2 x.", page
+        )
+        titles = [
+            "4B, LoRA, checkpointing, 65,536 tokens in 1 document, GPU",
+            "27B, QLoRA, checkpointing, 8,192 tokens in 34 documents, GPU",
+            "4B, DPO, LoRA, checkpointing, 16 pairs of 25,984 tokens, GPU",
+            "4B, GRPO, LoRA, checkpointing, 32 answers of 32,768 tokens, GPU",
+        ]
+        places = [page.index(f"| {title} | ours |") for title in titles]
+        self.assertEqual(places, sorted(places))
+        for text in (
+            "A single document of a step has no other one",
+            "The adapters are in bfloat16 (ours, Unsloth).",
+            "differ by at most 0.002 among the tools",
+            "All of these runs passed",
+            "Not measured: other shapes and mixtures of experts beside other tools.",
+        ):
+            self.assertIn(text, page)
+        self.assertNotIn("two forwards per step", page)
+        self.assertNotIn("GRPO*", self.words(entry("ours", 1.0)))
+        row = what_fits.steps([run | {"peak_GiB": 30.0} for run in runs], [], [])
+        self.assertEqual([(x["model"], x["trained"], x["weights"]) for x in row][1:], [("27B", "QLoRA", "4 bit")])
+        self.assertEqual(len(row), 2)
 
     def test_a_run_that_failed_or_leaks_is_named(self):
         failed = entry("unsloth", 0.0, error="OutOfMemoryError: no memory")

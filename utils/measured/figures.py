@@ -158,7 +158,12 @@ FORMATS = {
     "commas": lambda number: f"{number:,}",
     "error": lambda value: f"{value:.1e}".replace("e-0", "e-"),
 }
-TESTS = {"startswith": str.startswith, "as_expected": as_expected, "isolated": other_tools.isolated}
+TESTS = {
+    "startswith": str.startswith,
+    "as_expected": as_expected,
+    "isolated": other_tools.isolated,
+    "in_halves": other_tools.in_halves,
+}
 SELECTIONS = {
     "find": find,
     "spread": spread,

@@ -1,6 +1,7 @@
 """Runs of whole training steps beside other tools: their cells, and the rows and sentences of their page."""
 
-from collections import defaultdict
+from collections import defaultdict, namedtuple
+from collections.abc import Iterable
 
 
 TOOLS = {
@@ -13,27 +14,28 @@ TOOLS = {
 }
 # A cell names these if it lacks them.
 EXPECTED = ("ours", "liger", "unsloth")
-CELL = ("model", "lora", "checkpointing", "tokens", "documents", "task", "prompt", "machine")
+Cell = namedtuple("Cell", "model lora load_in_4bit checkpointing tokens documents task prompt machine")
 # Of runs that name none.
-DEFAULTS = {"task": "sft", "prompt": 0}
+DEFAULTS = {"task": "sft", "prompt": 0, "load_in_4bit": False}
+TASKS = ("sft", "dpo", "grpo")
 # The run of a cell whose steps count. Caches hardly matter after the first steps.
 PREFERRED = ("filled", "partly", "empty")
 
 
-def grouped(runs: list[dict]) -> dict[tuple, dict[str, dict]]:
-    """Return a run of each tool by cell, DPO last, small shapes first and full fine-tuning before LoRA.
+def grouped(runs: list[dict]) -> dict[Cell, dict[str, dict]]:
+    """Return a run of each tool by cell, DPO and GRPO last, small shapes first and full fine-tuning before LoRA.
 
     `first_step_seconds` is that of a run with empty caches, if there is one.
     """
     cells = defaultdict(lambda: defaultdict(dict))
     for run in runs:
         cells[cell(run)][run["tool"]][run["caches"]] = run
-    in_order = sorted(cells, key=lambda key: (key[5] != "sft", size(key[0]), *key[:5]))
+    in_order = sorted(cells, key=lambda key: (TASKS.index(key.task), size(key.model), *key[:6]))
     return {key: {tool: chosen(by_caches) for tool, by_caches in cells[key].items()} for key in in_order}
 
 
-def cell(run: dict) -> tuple:
-    return tuple(run.get(name, DEFAULTS.get(name, "")) for name in CELL)
+def cell(run: dict) -> Cell:
+    return Cell(**{name: run.get(name, DEFAULTS.get(name, "")) for name in Cell._fields})
 
 
 def size(model: str) -> float:
@@ -44,30 +46,44 @@ def size(model: str) -> float:
 def chosen(by_caches: dict[str, dict]) -> dict:
     there = [by_caches[name] for name in PREFERRED if name in by_caches]
     # Of a step in two halves, only the first step says something.
-    whole = [run for run in there if "step_ms" in run and run["forwards_per_step"] == 1]
+    whole = [run for run in there if "step_ms" in run and not in_halves(run)]
     run = whole[0] if whole else {name: there[0][name] for name in there[0] if name != "step_ms"}
     return run | {"first_step_seconds": by_caches.get("empty", {}).get("first_step_seconds")}
 
 
-def title(key: tuple) -> str:
-    model, lora, checkpointing, tokens, documents, task, *_ = key
-    length = f"{tokens:,} tokens in {documents} documents"
-    if task == "dpo":
-        model, length = f"{model}, DPO", f"{documents // 2} pairs of {tokens:,} tokens"
-    parts = (model, "LoRA" if lora else "full", "checkpointing" if checkpointing else "", length, gpu(key))
-    return ", ".join(filter(None, parts))
+def in_halves(run: dict) -> bool:
+    """Return whether the run accumulated gradients. GRPO computes batches in parts by itself."""
+    return run.get("forwards_per_step", 1) > 1 and cell(run).task != "grpo"
+
+
+def title(key: Cell) -> str:
+    length = {
+        "sft": f"{key.tokens:,} tokens in {key.documents} document{'s' * (key.documents > 1)}",
+        "dpo": f"{key.documents // 2} pairs of {key.tokens:,} tokens",
+        "grpo": f"{key.documents} answers of {key.tokens:,} tokens",
+    }[key.task]
+    task = key.task.upper() if key.task != "sft" else ""
+    return ", ".join(filter(None, (key.model, task, training(key), length, gpu(key.machine))))
+
+
+def training(key: Cell) -> str:
+    """Return what trains, and whether activations are computed again."""
+    return trained(key) + ", checkpointing" * key.checkpointing
+
+
+def trained(key: Cell) -> str:
+    return "QLoRA" if key.load_in_4bit else "LoRA" if key.lora else "full"
 
 
 def label(tool: str, run: dict | None) -> str:
     return f"{TOOLS[tool]}, CUDA graphs" if run and "graphs_GiB" in run else TOOLS[tool]
 
 
-def gpu(key: tuple) -> str:
-    """Return the short name of the machine of a cell."""
-    return key[-1].removeprefix("NVIDIA ").split()[0]
+def gpu(machine: str) -> str:
+    return machine.removeprefix("NVIDIA ").split()[0]
 
 
-def rows(cells: dict[tuple, dict[str, dict]]) -> list[dict]:
+def rows(cells: dict[Cell, dict[str, dict]]) -> list[dict]:
     """Return a row for each tool of each cell. It has the step of `ours` in its cell, if both were measured."""
     found = []
     for key, runs in cells.items():
@@ -79,25 +95,35 @@ def rows(cells: dict[tuple, dict[str, dict]]) -> list[dict]:
     return found
 
 
-def ratios(cells: dict[tuple, dict[str, dict]]) -> dict[str, dict[str, list[float]]]:
+def ratios(cells: dict[Cell, dict[str, dict]]) -> dict[str, dict[str, list[float]]]:
     """Return the times of other tools over ours, by the kind of the training and the tool."""
     found = defaultdict(lambda: defaultdict(list))
-    for runs in cells.values():
+    for key, runs in cells.items():
         for tool in ("liger", "unsloth"):
             run, ours = runs.get(tool, {}), runs.get("ours", {})
             if "step_ms" in run and "step_ms" in ours:
-                found[kind(run)][TOOLS[tool]].append(run["step_ms"] / ours["step_ms"])
+                found[kind(key, run)][TOOLS[tool]].append(run["step_ms"] / ours["step_ms"])
     return found
 
 
-def kind(run: dict) -> str:
+def kind(key: Cell, run: dict) -> str:
     """Return what the headline tells apart."""
-    parts = ("with DPO" if is_dpo(run) else "", "with a mixture of experts" if "experts" in run else "")
+    parts = (
+        f"with {key.task.upper()}" if key.task != "sft" else "",
+        "with QLoRA" if key.load_in_4bit else "",
+        "with a mixture of experts" if "experts" in run else "",
+    )
     return " ".join(filter(None, parts))
 
 
-def is_dpo(run: dict) -> bool:
-    return run.get("task") == "dpo"
+def logps_apart(cells: dict[Cell, dict[str, dict]], task: str) -> float:
+    """Return the largest difference of the last log-probabilities among the tools of a cell."""
+    found = [0.0]
+    for key, runs in cells.items():
+        if key.task == task:
+            last = [list(run["logps"].values())[-1] for run in runs.values() if "logps" in run]
+            found += [max(values) - min(values) for values in zip(*last, strict=True)]
+    return max(found)
 
 
 def earlier(runs: list[dict]) -> list[dict]:
@@ -111,15 +137,20 @@ def earlier(runs: list[dict]) -> list[dict]:
 
 
 def isolated(run: dict) -> bool:
-    """Return whether the check of a run found no leak. Runs of DPO have no check."""
+    """Return whether the check of a run found no leak. Runs of DPO and of single documents have no check."""
     found = run.get("isolation")
     rounding = 1e-6 * found["loss"] if found and "experts" in run else 0
-    return is_dpo(run) or (found is not None and found["changed"] <= max(found["repeated"], rounding))
+    left_out = cell(run).task == "dpo" or "isolation_left_out" in run
+    return left_out or (found is not None and found["changed"] <= max(found["repeated"], rounding))
 
 
 def values(runs: list[dict], name: str) -> str:
-    *most, last = map(str, sorted({run[name] for run in runs}) or ["no"])
-    return f"{', '.join(most)} or {last}" if most else last
+    return listed(map(str, sorted({run[name] for run in runs}) or ["no"]), "or")
+
+
+def listed(items: Iterable[str], word: str = "and") -> str:
+    *most, last = items
+    return f"{', '.join(most)} {word} {last}" if most else last
 
 
 def common(runs: list[dict]) -> dict[str, str]:

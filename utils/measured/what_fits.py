@@ -20,13 +20,13 @@ def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[
                 add(found, run, trained, arm["median_ms"], arm["peak_GiB"], "H200", optimizer=False)
     for run in whole_steps:
         if "error" not in run and run["kind"] != "ddp" and not run["graphs"]:
-            trained, gpu = "LoRA" if run["lora"] else "full", other_tools.gpu((run["machine"],))
+            trained, gpu = "LoRA" if run["lora"] else "full", other_tools.gpu(run["machine"])
             add(found, run, trained, run["step_ms"], run["peak_GiB"], "2 x " * (run["gpus"] > 1) + gpu)
     for key, runs in other_tools.grouped(peers).items():
         run = runs.get("ours", {})
-        if "step_ms" in run and not other_tools.is_dpo(run):
+        if "step_ms" in run and key.task == "sft":
             peak = run["peak_GiB"] + run.get("graphs_GiB", 0)
-            add(found, run, "LoRA" if run["lora"] else "full", run["step_ms"], peak, other_tools.gpu(key))
+            add(found, run, other_tools.trained(key), run["step_ms"], peak, other_tools.gpu(key.machine))
     return sorted(found.values(), key=lambda row: (other_tools.size(row["model"]), row["gib"]))
 
 
