@@ -3,6 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 AXOLOTL ?= axolotl==0.19.0
 SWIFT ?= ms-swift==4.6.0
+DEEPSPEED ?= deepspeed==0.19.8
 BIN := .venv/bin
 CHECKED := src tests utils benchmarks examples setup.py $(wildcard docs/*.py docs/*/*.py)
 TESTS ?= tests
@@ -73,6 +74,12 @@ CHECK_PYTHON := -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("
 		cp tests/common/torchvision_names.py $$site && echo "import torchvision_names" > $$site/torchvision_names.pth; }
 	touch $@
 
+# Only what .venv lacks, and beside it, because Trainer imports DeepSpeed wherever it is installed. No op of it is compiled.
+.venv-deepspeed/.installed: .venv/.installed
+	rm -rf .venv-deepspeed
+	DS_BUILD_OPS=0 $(BIN)/pip install -q --target .venv-deepspeed --no-deps "$(DEEPSPEED)" hjson msgpack py-cpuinfo
+	touch $@
+
 # Of the libraries whose private parts `models/releases.py` lists, also pre-releases. --pre would take those of torch too,
 # but pip upgrades no dependency that is new enough.
 .venv-newest/.installed: setup.py
@@ -125,9 +132,10 @@ upstream-patches: .venv/.installed  ## Write patches for Transformers into build
 test-upstream: .venv/.installed  ## Run the tests of these patches without and with them, and all together (CPU, minutes).
 	$(BIN)/python utils/upstream_patch.py --prove --together $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
-test-integrations: .venv-axolotl/.installed .venv-swift/.installed  ## Train with the plugins for other frameworks, in their environments (CPU, minutes).
+test-integrations: .venv-axolotl/.installed .venv-swift/.installed .venv-deepspeed/.installed  ## Train with other frameworks and with DeepSpeed, in their environments (CPU, minutes).
 	.venv-axolotl/bin/python -m pytest tests/integrations/test_axolotl.py
 	.venv-swift/bin/python -m pytest tests/integrations/test_ms_swift.py
+	PYTHONPATH=$(CURDIR)/.venv-deepspeed DS_ACCELERATOR=cpu $(BIN)/python -m pytest tests/training/test_deepspeed.py
 
 # Zensical itself fails on a broken link, not on a warning about a docstring.
 docs: .venv/.installed  ## Build the documentation into site/, and run its code; fails on broken links and on warnings.

@@ -43,6 +43,19 @@ class PerDocumentTest(PackedOpTesterMixin, unittest.TestCase):
         self.assertTrue(torch.equal(output, row))
         self.assertEqual(seen, [(*shape, 2) for shape in shapes])
 
+    def test_all_documents_in_one_call(self):
+        row, boundaries, seen = torch.randn(1, 303), SequenceBoundaries.from_lengths([2, 300, 1]), []
+
+        def function(x):
+            seen.append(tuple(x.shape))
+            return x.cumsum(1)
+
+        output = per_document(function, row, boundaries=boundaries, once=True)
+        self.assertEqual(seen, [(3, 300)])
+        # The layout of a row is cached, apart from that of several calls.
+        torch.testing.assert_close(output, per_document(function, row, boundaries=boundaries))
+        self.assertEqual(len(seen), 3)
+
     def test_padding_is_zero_and_stands_behind(self):
         batches = []
 

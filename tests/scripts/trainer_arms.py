@@ -6,6 +6,7 @@ Also a script, `trainer_arms.py ARM FAMILY OUTPUT`, to run in several processes 
 import os
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import TestCase
@@ -124,13 +125,22 @@ def build_trainer(arm: str, family: str, output_dir: str, **arguments) -> Traine
 
 def updates_and_log(trainer: Trainer) -> tuple[dict[str, torch.Tensor], list[dict]]:
     """Train, and return the change of each trained parameter and the log entries with a loss."""
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    before = {name: whole(p).clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     # FSDP replaces the parameters of the model.
-    after = {name: p.detach() for name, p in trainer.model.named_parameters() if name in before}
-    after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in after.items()}
+    after = {name: whole(p) for name, p in trainer.model.named_parameters() if name in before}
     updates = {name: after[name] - before[name] for name in before}
     return updates, [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a parameter, or gather one that FSDP2 or DeepSpeed's ZeRO-3 has sharded."""
+    if isinstance(parameter, DTensor):
+        return parameter.detach().full_tensor()
+    if hasattr(parameter, "ds_id"):
+        with import_module("deepspeed").zero.GatheredParameters(parameter):
+            return parameter.detach().clone()
+    return parameter.detach()
 
 
 def run_in_two_processes(test: TestCase, script: str, *arguments: str, **variables: str) -> tuple[str, Any]:

@@ -1,11 +1,15 @@
 """The reasons for which `configure_packing` declines a Trainer. A declined Trainer stays unchanged."""
 
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import peft
+import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
+from common.families import tiny_model
 from datasets import Dataset
 from mixins.configure import UPDATE_BAR, ConfigureTestCase, llama, said
 from mixins.model import total_relative_error
@@ -18,6 +22,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers_packed import PackingDataset, configure_packing, pack_dataset
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.models import verdict
+from transformers_packed.models.releases import supports_other_families
 from transformers_packed.training import checks as module
 from transformers_packed.training import setup
 
@@ -94,6 +99,20 @@ class ReasonsTest(ConfigureTestCase):
         trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))
         with mock.patch.object(module, "judge", return_value=(ValueError("attends across"), None)):
             self.check(trainer, r"a model that leaks \(attends across\)")
+
+    @pytest.mark.skipif(not supports_other_families(), reason="its family needs a newer release")
+    def test_indexer_under_zero_3(self):
+        """Its layers run for long documents only, but all processes have to gather weights equally often."""
+        for stage in (2, 3):
+            trainer = self.trainer(tiny_model("qwen4_exp"))
+            trainer.is_deepspeed_enabled = True
+            plugin = SimpleNamespace(zero_stage=stage)
+            with mock.patch.object(AcceleratorState, "deepspeed_plugin", plugin):
+                if stage == 3:
+                    self.check(trainer, "got an indexer, which only long documents need. Train with ZeRO-2 or FSDP2")
+                else:
+                    said(configure_packing, trainer)
+                    self.assertTrue(trainer.args.padding_free)
 
     def test_family_that_is_not_causal(self):
         model = transformers.BertLMHeadModel._from_config(tiny_config("bert"))

@@ -98,6 +98,14 @@ class Refused:
 PATCHED = (Own, Mixers, Unpacked)
 
 
+# Why an indexer cannot run under ZeRO-3, for `input_error`.
+INDEXER_UNDER_ZERO_3 = (
+    "layers that all rows run, because ZeRO-3 gathers their weights from all processes",
+    "an indexer, which only long documents need",
+    "Train with ZeRO-2 or FSDP2.",
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """A model family of Transformers. Its name is that of the modeling module.
@@ -123,6 +131,8 @@ class Family:
             Whether packed rows of its vision-language models may hold images.
         rule (`str`, *optional*, defaults to `"gated_delta_rule"`):
             The op of the recurrent layers, for families with classes of this package.
+        has_indexer (`bool`, *optional*, defaults to `False`):
+            Whether layers of attention choose keys by an indexer, which gets no gradient and runs for long documents only.
         has_mtp (`bool`, *optional*, defaults to `False`):
             Whether its checkpoints may have a head of multi-token prediction that this package trains.
         has_graphs (`bool`, *optional*, defaults to `False`):
@@ -143,6 +153,7 @@ class Family:
     sensitive: tuple[str, ...] = ()
     takes_images: bool = False
     rule: str = "gated_delta_rule"
+    has_indexer: bool = False
     has_mtp: bool = False
     has_graphs: bool = False
     implies_head: bool = False

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..boundaries import FLASH_KEYWORDS, LAYER_KEYWORDS, PACKING_KEYWORDS, SequenceBoundaries
@@ -56,7 +56,10 @@ from .mixers import ROWS
 from .packed_model import PackedModelMixin
 from .releases import CACHE, CACHES, CHECKPOINTS, FLEX, check_other_families, class_names
 from .replacements import REPLACEMENTS
+from .untouched import gathers_weights
 
+
+logger = logging.get_logger(__name__)
 
 _NO_TEXT = ("VisionModel", "AudioModel")
 # Prefixes of arguments that packed rows of text do not support.
@@ -376,12 +379,23 @@ def _run_unpacked(model, forward: Callable, boundaries: SequenceBoundaries, inpu
         return tuple(leaves)
 
     with _boundaries_set_to(None):
-        leaves = per_document(run, *(inputs[name] for name in names), boundaries=boundaries)
+        leaves = per_document(run, *(inputs[name] for name in names), boundaries=boundaries, once=_runs_once(model))
     make, structure, without_rows = forms[0]
     fields = tree_unflatten(list(leaves), structure)
     for name in without_rows:
         fields[name] = tree_map_only(torch.Tensor, lambda x: x[0], fields[name])
     return make(**fields).to_tuple() if as_tuple else make(**fields)
+
+
+def _runs_once(module: torch.nn.Module) -> bool:
+    """Whether a module must run once for each row, so that all processes call its parts equally often."""
+    once = any(map(gathers_weights, module.children()))
+    if once:
+        logger.warning_once(
+            f"{type(module).__name__} pads the documents of a row to the longest one, because each call of its parts "
+            "gathers weights from all processes. Put documents of similar length into a row."
+        )
+    return once
 
 
 def _by_row(outputs: ModelOutput, batch: torch.Size) -> tuple[dict[str, Any], list[str]]:
@@ -491,7 +505,8 @@ def _on_each_document(module, forward: Callable, mixer: Mixer, arguments: dict[s
             return (outputs,)
         return tuple(output if i in mixer.outputs else None for i, output in enumerate(outputs))
 
-    outputs = per_document(run, *(leaves[place] for place in places), boundaries=boundaries)
+    rows = [leaves[place] for place in places]
+    outputs = per_document(run, *rows, boundaries=boundaries, once=_runs_once(module))
     return outputs[0] if single[0] else outputs
 
 

@@ -36,7 +36,7 @@ from .padding import PaddedBatch
 from .projections import project
 from .releases import CHECKPOINTS, initialize
 from .replacements import convert
-from .untouched import is_bare_linear, is_sharded_linear
+from .untouched import gathers_weights, is_bare_linear, is_sharded_linear
 
 
 # The label of a token without a target.
@@ -461,7 +461,7 @@ def head_loss(
     if is_bare_linear(lm_head):
         return loss_of(hidden_states)
     if is_sharded_linear(lm_head):
-        # FSDP2 gathers the weight only around the head's forward, so that forward must compute the loss.
+        # FSDP2 and ZeRO-3 gather the weight only around the head's forward, so that forward must compute the loss.
         lm_head.forward = loss_of
         try:
             return lm_head(hidden_states)
@@ -477,4 +477,5 @@ def head_loss(
 
 def first_choices(lm_head: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """Return the token with the largest logit for each of these hidden states `[N, hidden]`."""
-    return torch.cat([lm_head(some).argmax(-1) for some in rows.split(FROZEN_CHUNK_SIZE)])
+    size = max(len(rows), 1) if gathers_weights(lm_head) else FROZEN_CHUNK_SIZE
+    return torch.cat([lm_head(some).argmax(-1) for some in rows.split(size)])

@@ -217,7 +217,7 @@ def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int |
 
 
 def _has_plain_loss(model: Any) -> bool:
-    """Whether a model has the stock loss and a plain linear head, which FSDP2 may have sharded.
+    """Whether a model has the stock loss and a plain linear head, which FSDP2 or ZeRO-3 may have sharded.
 
     Heads with PEFT adapters or accelerate's hooks do not qualify.
     """
@@ -283,28 +283,30 @@ class _LogitsOnDemand(OutputBase):
 
 
 def _some_rows(weight: torch.Tensor) -> torch.Tensor:
-    """View up to 64 evenly spaced rows of a weight, or of the local shard of a sharded weight."""
-    weight = getattr(weight, "_local_tensor", weight).detach()
+    """View up to 64 evenly spaced rows of a weight or of FSDP2's local shard, or elements of ZeRO-3's flat shard."""
+    weight = getattr(weight, "_local_tensor", getattr(weight, "ds_tensor", weight)).detach()
     return weight[:: max(1, -(-len(weight) // 64))]
 
 
 def _logits_on_demand(head: Any, hidden_states: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Return a function that computes the head's logits in the modes of this forward, if the weights are unchanged."""
     device, bare = hidden_states.device.type, is_bare_linear(head)
-    weight, bias = head.weight, head.bias
+    # ZeRO-3 would gather `head.weight`, and the model would keep it until its backward.
+    weight, bias = (head.weight, head.bias) if bare else map(head._parameters.get, ("weight", "bias"))
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
     # Tensors created in inference mode have no version counter.
     tracked = [x for x in (hidden_states, weight, bias) if x is not None and not x.is_inference()]
 
     def state() -> list[tuple[int, int]]:
-        # FSDP1 frees the storage of a gathered weight; FSDP2 gathers it again.
+        # FSDP1 frees the storage of a gathered weight; FSDP2 and ZeRO-3 gather it again.
         return [(x._version, x.untyped_storage().nbytes() if bare else 0) for x in tracked]
 
     before = state()
     # Fused optimizers and writes through `.data` do not increment versions either. FSDP2 later frees weights that it
     # gathered for more than the head.
-    sample = _some_rows(weight).clone() if bare or hasattr(weight, "_local_tensor") else None
+    kept = bare or hasattr(weight, "_local_tensor") or hasattr(weight, "ds_tensor")
+    sample = _some_rows(weight).clone() if kept else None
 
     def make() -> torch.Tensor:
         changed = before != state()
@@ -315,7 +317,7 @@ def _logits_on_demand(head: Any, hidden_states: torch.Tensor) -> Callable[[], to
             fix = "Read logits before that change, or pass skip_logits=False to the model."
             raise input_error("the head and the hidden states of the forward pass", got, fix)
         with torch.inference_mode(inference), torch.set_grad_enabled(grad), autocast:
-            # Avoid calling the layer, whose weight or hooks may have changed, unless FSDP2 must gather its weight.
+            # Avoid calling the layer, whose weight or hooks may have changed, unless its weight must be gathered.
             return F.linear(hidden_states, weight, bias) if bare else head(hidden_states)
 
     return make

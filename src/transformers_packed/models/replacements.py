@@ -17,6 +17,7 @@ from .adapters import prepare_peft
 from .inputs import with_boundaries
 from .releases import forward_inside_hooks, forward_inside_trl, has_hooks, is_trl_forward, record_outputs, with_hooks
 from .trl_head import beside_trl
+from .untouched import is_fsdp
 
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -88,7 +89,7 @@ def find_changes(model: torch.nn.Module, classes: dict[type, type], related: Cal
     modules = [(name or "(the model itself)", module) for name, module in model.named_modules()]
     affected = [(name, module) for name, module in modules if type(module) in classes or related(type(module))]
     for name, module in modules if affected else ():
-        if any(base.__module__.startswith("torch.distributed.fsdp") for base in type(module).__mro__):
+        if is_fsdp(module):
             got = f"module {name} under FSDP ({type(module).__name__})"
             raise input_error("a model without FSDP", got, "Convert the model before sharding it.")
     changes = []

@@ -50,20 +50,37 @@ def is_bare_linear(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
     return is_untouched(module, torch.nn.Linear)
 
 
-def is_sharded_linear(module: torch.nn.Module) -> bool:
-    """Whether the module is a linear layer with no hooks but those of FSDP2, which shards it separately."""
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FSDPModule
+def is_fsdp(module: torch.nn.Module) -> bool:
+    """Whether FSDP shards the module as a unit."""
+    return any(base.__module__.startswith("torch.distributed.fsdp") for base in type(module).__mro__)
 
-    state = vars(module)
-    return (
-        isinstance(module, FSDPModule)
-        and torch.nn.Linear in type(module).__bases__
-        and "forward" not in state
-        and len(state["_forward_hooks"]) == len(state["_forward_pre_hooks"]) == 1
-        and not (state["_backward_hooks"] or state["_backward_pre_hooks"])
+
+def gathers_weights(module: torch.nn.Module) -> bool:
+    """Whether each call of this module, or of a part of it, gathers weights from all processes: FSDP or DeepSpeed's ZeRO-3.
+
+    All processes then have to make the same number of calls.
+    """
+    return any(
+        is_fsdp(part) or any(map(_is_of_deepspeed, vars(part)["_forward_pre_hooks"].values()))
+        for part in module.modules()
     )
+
+
+def is_sharded_linear(module: torch.nn.Module) -> bool:
+    """Whether the module is a linear layer with no hooks but those of FSDP2 or ZeRO-3, which shards it separately."""
+    state = vars(module)
+    if "forward" in state or state["_backward_hooks"] or state["_backward_pre_hooks"]:
+        return False
+    hooks = [*state["_forward_pre_hooks"].values(), *state["_forward_hooks"].values()]
+    if type(module) is torch.nn.Linear:
+        return bool(hooks) and all(map(_is_of_deepspeed, hooks))
+    # FSDP2 derives the class from that of the layer, and registers a hook of each kind.
+    return is_fsdp(module) and torch.nn.Linear in type(module).__bases__ and len(hooks) == 2
+
+
+def _is_of_deepspeed(hook: Any) -> bool:
+    # ZeRO-3 registers hooks on all modules but those inside of its leaf modules.
+    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")
 
 
 def norm_of_stream(

@@ -53,7 +53,7 @@ _BATCH_COST = 128
 
 
 def per_document(
-    function: Callable[..., Any], *tensors: torch.Tensor, boundaries: SequenceBoundaries
+    function: Callable[..., Any], *tensors: torch.Tensor, boundaries: SequenceBoundaries, once: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
     """Apply a causal `function` to each document of a packed row.
 
@@ -67,6 +67,8 @@ def per_document(
             Packed rows, the inputs of the function.
         boundaries ([`SequenceBoundaries`]):
             Document boundaries of the rows.
+        once (`bool`, *optional*, defaults to `False`):
+            Whether to pad all documents to the longest one, and call the function once for each row.
 
     Returns:
         `torch.Tensor` of shape `[1, T, ...]`: the packed results, in a tuple if the function returns a tuple.
@@ -91,9 +93,8 @@ def per_document(
         if tensor.ndim < 2 or tensor.shape[:2] != (1, boundaries.total_length):
             expected = f"tensors of shape [1, {boundaries.total_length}, ...], the packed row"
             raise input_error(expected, tuple(tensor.shape), "Pass tensors of the row that the boundaries describe.")
-    return in_batches(
-        function, [row[0] for row in tensors], boundaries.derived("per_document", lambda: _layout(boundaries))
-    )
+    layout = boundaries.derived(f"per_document {once=}", lambda: _layout(boundaries, once))
+    return in_batches(function, [row[0] for row in tensors], layout)
 
 
 def check_row(row: torch.Tensor, boundaries: SequenceBoundaries, name: str, sizes: str) -> None:
@@ -188,12 +189,11 @@ def to_batch(chunk: torch.Tensor, bucket: LengthBucket) -> torch.Tensor:
     return padded.index_copy(0, bucket.slots, chunk).unflatten(0, shape)
 
 
-def _layout(boundaries: SequenceBoundaries) -> BucketLayout:
+def _layout(boundaries: SequenceBoundaries, once: bool = False) -> BucketLayout:
     """Compute the layout of a row as padded batches, once per row on the host."""
     lengths = boundaries.lengths
-    return layout_of(
-        boundaries, [(group, max(lengths[document] for document in group)) for group in _group_by_length(lengths)]
-    )
+    groups = [list(range(len(lengths)))] if once else _group_by_length(lengths)
+    return layout_of(boundaries, [(group, max(lengths[document] for document in group)) for group in groups])
 
 
 def layout_of(boundaries: SequenceBoundaries, groups: list[tuple[list[int], int]]) -> BucketLayout:

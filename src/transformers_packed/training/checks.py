@@ -23,7 +23,7 @@ from ..data.samples import ANSWERS, PREFIX, TOKEN_TYPES, TURNS, VISION_COLUMNS, 
 from ..errors import input_error
 from ..models.adapters import adapter_per_row
 from ..models.families import LANGUAGE_MODELS, families_of, family_of, titles
-from ..models.family import PATCHED, Mixers, Own, Unpacked
+from ..models.family import INDEXER_UNDER_ZERO_3, PATCHED, Mixers, Own, Unpacked
 from ..models.registry import check_patch, inner_model, transformers_model
 from ..models.releases import has_images
 from ..models.sizes import sizes_for_ops
@@ -236,6 +236,9 @@ def of_devices(trainer: Trainer) -> Iterator[ValueError]:
             here = f" Pass sequence_parallel_size={size} to configure_packing or PackedTrainingArguments instead."
             fix = f"Set {name}=1.{here * (not is_preference_trainer(trainer))}"
             yield input_error("whole rows", got, fix)
+    indexed = any(family.has_indexer for family in families_of(trainer.model, Own))
+    zero_3 = trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
+    yield from refused((indexed and zero_3, *INDEXER_UNDER_ZERO_3))
 
 
 def _of_model(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[ValueError]:

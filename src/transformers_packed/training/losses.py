@@ -21,7 +21,7 @@ from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
 from ..models.inputs import mask_targets_across_documents, resolve_boundaries
 from ..models.releases import COUNT_ITEMS, TRAINING, check_names
-from ..models.untouched import is_bare_linear
+from ..models.untouched import gathers_weights, is_bare_linear
 
 
 # How the targets of a document count in its loss, and those of a step in its loss.
@@ -81,7 +81,8 @@ def per_document_logps(
         head (`Callable`, *optional*):
             Maps hidden states `[tokens, hidden]` to logits `[tokens, vocab]`, such as `model.lm_head`. It is called in
             chunks for the tokens that predict a target, and again in backward. Finding these tokens costs one host
-            sync. A plain `torch.nn.Linear` is not called: [`linear_logps`] computes with its weight.
+            sync. A plain `torch.nn.Linear` is not called: [`linear_logps`] computes with its weight. A module that
+            gathers weights from all processes in each call (FSDP, ZeRO-3) is called once, for all of them.
         chunk_size (`int`, *optional*):
             The number of tokens whose logits are converted to float32 at a time. Defaults to 512, or to that of
             [`linear_logps`].
@@ -126,7 +127,8 @@ def per_document_logps(
         values = linear_logps(rows, head.weight, targets, head.bias, **options)
         assert isinstance(values, torch.Tensor)
     else:
-        values = _called_logps(head, rows, targets, chunk_size or 512)
+        once = isinstance(head, torch.nn.Module) and gathers_weights(head)
+        values = _called_logps(head, rows, targets, length if once else chunk_size or 512)
     # Move each value from the predicting token to the predicted token.
     per_token = F.pad(values[:-1], (1, 0))
     wide = torch.float32 if device.type == "mps" else torch.float64

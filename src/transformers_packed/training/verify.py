@@ -17,6 +17,7 @@ from ..errors import input_error
 from ..models.cuda_graphs import without_graphs
 from ..models.float8 import has_float8
 from ..models.inputs import mask_targets_across_documents, resolve_boundaries
+from ..models.untouched import gathers_weights
 from ..shared_prompts import SharedPrompts
 from .restore import as_before
 
@@ -91,8 +92,8 @@ def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified
     if boundaries is None or boundaries.num_documents < 2:
         got = "no boundaries" if boundaries is None else f"{boundaries.num_documents} document"
         raise input_error("a packed row of several documents", got, "Pass a batch of DataCollatorWithFlattening.")
-    if any(base.__module__.startswith("torch.distributed.fsdp") for x in model.modules() for base in type(x).__mro__):
-        raise input_error("a model without FSDP", "one that it shards", "Verify the model before sharding it.")
+    if gathers_weights(model):
+        raise input_error("a model without FSDP and ZeRO-3", "a sharded one", "Verify the model before sharding it.")
     places = list(torch.arange(boundaries.total_length).split(boundaries.lengths))
     # A document may depend on those that it continues. They come first.
     sources, few = places, slice(4)

@@ -20,4 +20,5 @@ QWEN4_EXP = Family(
     # The projections to the decay and the write strength of the delta rule, and the gate of the shared expert.
     sensitive=("in_proj_a", "in_proj_b", "shared_expert_gate"),
     takes_images=True,
+    has_indexer=True,
 )

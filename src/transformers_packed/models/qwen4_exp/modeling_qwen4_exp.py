@@ -32,6 +32,7 @@ from ...ops.contexts import with_contexts
 from ...ops.indexed_attention import Index, choose_blocks, indexed_attention, needs_index, tokens_of_blocks
 from ...ops.streams import add_to_streams, mix_streams
 from ..experts import run_experts
+from ..family import INDEXER_UNDER_ZERO_3
 from ..inputs import PackingKwargs, without_packing
 from ..outputs import LanguageModelMixin
 from ..packed_model import PackedModelMixin
@@ -40,7 +41,7 @@ from ..projections import gate_and_project, project, to_fuse
 from ..releases import CACHE, LINEAR_CACHE, get_recurrent_state, takes_cache
 from ..replacements import fast_path, replaces_builtin
 from ..text_model import PackedTextModelMixin
-from ..untouched import is_untouched, norm_of_stream
+from ..untouched import gathers_weights, is_untouched, norm_of_stream
 from ..vision import features_of_tokens, packed_position_ids
 
 
@@ -268,6 +269,8 @@ class Qwen4ExpTextAttention(builtin.Qwen4ExpTextAttention):
         cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if gathers_weights(self.indexer):
+            raise input_error(*INDEXER_UNDER_ZERO_3)
         boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
         # With a cache, these are the positions of its tokens too.
         length = hidden_states.shape[1]
@@ -382,7 +385,8 @@ class Qwen4ExpTextPLELayer(builtin.Qwen4ExpTextPLELayer):
             return super()._short_conv(hidden_states, cache)
         if not is_untouched(self.conv1d, torch.nn.Conv1d):
             alone = builtin.Qwen4ExpTextPLELayer._short_conv
-            output: Any = per_document(lambda x: alone(self, x, None), hidden_states, boundaries=boundaries)
+            once = gathers_weights(self.conv1d)
+            output: Any = per_document(lambda x: alone(self, x, None), hidden_states, boundaries=boundaries, once=once)
             return output
         # A filter with zeros between its taps.
         (dilation,), width = self.conv1d.dilation, self.short_conv_state_len + 1

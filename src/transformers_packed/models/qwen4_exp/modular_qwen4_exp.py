@@ -9,6 +9,7 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as builtin
 from transformers.processing_utils import Unpack
 
 from ...boundaries import SequenceBoundaries
+from ...errors import input_error
 from ...ops import attention, causal_conv1d, gated_rms_norm, per_document, rms_norm
 from ...ops.contexts import with_contexts
 from ...ops.indexed_attention import (
@@ -19,6 +20,7 @@ from ...ops.indexed_attention import (
     tokens_of_blocks,
 )
 from ...ops.streams import add_to_streams, mix_streams
+from ..family import INDEXER_UNDER_ZERO_3
 from ..inputs import PackingKwargs
 from ..outputs import LanguageModelMixin
 from ..projections import gate_and_project, project
@@ -33,7 +35,7 @@ from ..qwen3_next.modular_qwen3_next import (
 from ..releases import CACHE, LINEAR_CACHE, takes_cache
 from ..replacements import fast_path, replaces_builtin
 from ..text_model import PackedTextModelMixin
-from ..untouched import is_untouched, norm_of_stream
+from ..untouched import gathers_weights, is_untouched, norm_of_stream
 
 
 # Elements of the keys that the indexer gathers for the queries of a chunk.
@@ -145,6 +147,8 @@ class Qwen4ExpTextAttention(Qwen3NextAttention):
         cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if gathers_weights(self.indexer):
+            raise input_error(*INDEXER_UNDER_ZERO_3)
         boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
         # With a cache, these are the positions of its tokens too.
         length = hidden_states.shape[1]
@@ -224,7 +228,8 @@ class Qwen4ExpTextPLELayer(builtin.Qwen4ExpTextPLELayer):
             return super()._short_conv(hidden_states, cache)
         if not is_untouched(self.conv1d, torch.nn.Conv1d):
             alone = builtin.Qwen4ExpTextPLELayer._short_conv
-            output: Any = per_document(lambda x: alone(self, x, None), hidden_states, boundaries=boundaries)
+            once = gathers_weights(self.conv1d)
+            output: Any = per_document(lambda x: alone(self, x, None), hidden_states, boundaries=boundaries, once=once)
             return output
         # A filter with zeros between its taps.
         (dilation,), width = self.conv1d.dilation, self.short_conv_state_len + 1
