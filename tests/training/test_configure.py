@@ -1,5 +1,6 @@
 """`configure_packing`: packed training equals training on padded batches."""
 
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 import transformers
 from accelerate.data_loader import DataLoaderShard
+from common.families import tiny_model
 from common.processes import FSDP_ON_CPU
 from datasets import Dataset
 from mixins.configure import UPDATE_BAR, ConfigureTestCase, llama, said
@@ -148,6 +150,7 @@ class SetUpTest(ConfigureTestCase):
             ("value head", None, True),
             ("vision tower", None, True),
             ("another family", None, True),
+            *[("indexer", None, True)] * supports_other_families(),
             ("loss of the user", None, True),
             ("one adapter", None, False),
             ("two adapters", None, True),
@@ -157,7 +160,7 @@ class SetUpTest(ConfigureTestCase):
         loss = (
             {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.sum()} if kind.startswith("loss") else {}
         )
-        model = llama() if kind == "another family" else None
+        model = {"another family": llama, "indexer": partial(tiny_model, "qwen4_exp")}.get(kind, lambda: None)()
         trainer = self.trainer(model, args={"ddp_find_unused_parameters": given}, **loss)
         if kind.startswith("value head"):
             trainer.model.v_head = torch.nn.Linear(4, 1)

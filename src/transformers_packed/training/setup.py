@@ -450,13 +450,15 @@ def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
 
 
 def _trains_in_each_step(trainer: Trainer) -> bool:
-    """Whether every row gives each trained parameter a gradient. A row without images gives a vision tower none."""
+    """Whether every row gives each trained parameter a gradient. Without images, a vision tower has none."""
     model, inner = trainer.model, inner_model(trainer.model)
     used = inner.base_model, inner.get_output_embeddings() or inner.base_model, head_of(inner) or inner.base_model
     own = {id(x) for module in used for x in module.parameters()}
-    text = bool(families_of(inner, Own)) and getattr(inner.config, "vision_config", None) is None
+    families = families_of(inner, Own)
+    text = bool(families) and getattr(inner.config, "vision_config", None) is None
     # Of several adapters, some may be inactive.
     plain = len(getattr(model, "peft_config", {})) < 2 and not overridden(trainer, "compute_loss", "training_step")
+    plain = plain and not any(family.has_indexer for family in families)
     return text and plain and all(id(x) in own for x in model.parameters() if x.requires_grad)
 
 
