@@ -22,6 +22,14 @@ def fsdp2(state_dict: str, processes: int = 2) -> str:
     )
 
 
+def zero(stage: int) -> str:
+    """DeepSpeed's ZeRO, which has to be installed."""
+    return (
+        f"accelerate launch --use_deepspeed --zero_stage {stage} --zero3_init_flag true --zero3_save_16bit_model true "
+        "--num_processes 2"
+    )
+
+
 @dataclass
 class Launch:
     """One command.
@@ -56,7 +64,7 @@ class Launch:
 
     @property
     def sharded(self) -> bool:
-        return "--use_fsdp" in self.command or "fsdp2.yaml" in self.command
+        return any(word in self.command for word in ("--use_fsdp", "fsdp2.yaml", "--use_deepspeed"))
 
     @property
     def processes(self) -> int:
@@ -122,12 +130,15 @@ def launches(vision: bool) -> list[Launch]:
         Launch("trainer/ddp", f"{DDP} {example('trainer', 4)}", like="trainer/one", **text),
         Launch("trainer/fsdp2", f"{full} {example('trainer', 4)}", like="trainer/one", **text),
         Launch("trainer/fsdp2-sharded", f"{shards} {example('trainer', 4)}", like="trainer/one", merged=True, **text),
+        Launch("trainer/zero-2", f"{zero(2)} {example('trainer', 4)}", like="trainer/one", may_fail=True, **text),
+        Launch("trainer/zero-3", f"{zero(3)} {example('trainer', 4)}", like="trainer/one", may_fail=True, **text),
         Launch("trainer/one", f"python {example('trainer', 8)}", **text),
         Launch("sft/ddp", f"{DDP} {example('sft', 2)}", like="sft/one", **text),
         Launch("sft/fsdp2", f"{full} {example('sft', 2)}", like="sft/one", **text),
         Launch("sft/one", f"python {example('sft', 4)}", **text),
         Launch("lora/ddp", f"{DDP} {example('lora', 2)}", like="lora/one", **text),
         Launch("lora/fsdp2", f"{full} {example('lora', 2)}", like="lora/ddp", **text),
+        Launch("lora/zero-3", f"{zero(3)} {example('lora', 2)}", like="lora/ddp", may_fail=True, **text),
         Launch("lora/one", f"python {example('lora', 4)}", **text),
         Launch("dpo/ddp", f"{DDP} {example('dpo', 2)}", like="dpo/one", lower=False, **text),
         Launch("dpo/one", f"python {example('dpo', 4)}", lower=False, **text),

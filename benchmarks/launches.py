@@ -6,7 +6,7 @@ launches run at the same time, each with its own port and output folder. The rep
 
     python benchmarks/launches.py --output benchmarks/results/launches.json
     python benchmarks/launches.py --only trainer resume-ddp
-    python benchmarks/launches.py --shape tiny --device cpu --only trainer    # FSDP2 needs GPUs
+    python benchmarks/launches.py --shape tiny --device cpu --only trainer    # FSDP2 and DeepSpeed need GPUs
 """
 
 import argparse
