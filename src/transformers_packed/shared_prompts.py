@@ -75,6 +75,16 @@ class SharedPrompts(SequenceBoundaries):
         return tokens[None] - starts[self.seq_idx.long()]
 
     @derived_property
+    def tree_lengths(self) -> list[int]:
+        """The tokens of each tree. A document that starts on its own, and that none continues, is one."""
+        found: dict[int, int] = {}
+        root: list[int] = []
+        for document, (parent, length) in enumerate(zip(self.parent_of, self.lengths, strict=True)):
+            root.append(document if parent < 0 else root[parent])
+            found[root[-1]] = found.get(root[-1], 0) + length
+        return list(found.values())
+
+    @derived_property
     def tokens(self) -> list[torch.Tensor]:
         """For each document, the int64 indices of its ancestors' tokens and its own."""
         found: list[torch.Tensor] = []

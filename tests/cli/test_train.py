@@ -314,7 +314,8 @@ class CommandTest(unittest.TestCase):
         self.check_error("flex_attention", "--attn", "flex_attention")
         self.check_error("got none in .* longer than 1 tokens", "--max-length", "1")
         self.check_error("--max-length: expected at most --row-length, 9 tokens", "--max-length=10", "--row-length=9")
-        self.check_error("--every-turn without --row-length, got both", "--every-turn", "--row-length=4096")
+        shared = "--sequence-parallel-size"
+        self.check_error(f"--every-turn without {shared}, got both. Remove", "--every-turn", f"{shared}=2")
         with mock.patch("datasets.__version__", "3.6.0"):
             self.check_error("needs datasets >= 4, which does not run dataset code", data="a/name")
         with mock.patch.object(finetune, "find_spec", lambda name: None):
@@ -508,26 +509,33 @@ class CommandTest(unittest.TestCase):
         self.assertGreater((got - before).abs().max(), 1e-3)
 
     def test_every_turn(self):
-        """The losses are those of a run on a record for each turn."""
+        """The losses are those of a run on a record for each turn, also in rows of a bounded length."""
         turns = [user("one"), assistant("a", reasoning_content="z" * 9), user("two"), assistant("b")]
         alone = [turns[:2], [turns[0], turns[1] | {"weight": 0}, *turns[2:]]]
         # So that the turns share more tokens than another document costs.
         system = {"role": "system", "content": "s" * 99}
-        losses = []
-        for name, conversations in (("tree", [turns]), ("alone", alone)):
+        losses, rows = [], "--gradient-accumulation-steps=2"
+        for name, conversations, *options in (
+            ("alone", alone, "--batch-size=2"),
+            ("tree", [turns], "--every-turn", "--batch-size=2"),
+            ("row", [turns], "--every-turn", "--row-length=512"),
+            # The turns have 162 and 178 tokens, and the tree 209.
+            ("short_rows", [turns], "--every-turn", "--row-length=200", rows),
+        ):
             data, output = self.directory / f"{name}.jsonl", self.directory / name
             data.write_text("".join(json.dumps({"messages": [system, *some]}) + "\n" for some in conversations))
-            arguments = ["--max-steps=2", "--batch-size=2", "--logging-steps=1"]
-            status, out, err = self.run_command(
-                *arguments, *["--every-turn"] * (name == "tree"), data=data, output=output
-            )
+            arguments = ["--max-steps=2", "--logging-steps=1", *options]
+            status, out, err = self.run_command(*arguments, data=data, output=output)
             self.assertEqual(status, 0, err)
             self.assertIn("of them targets; 0 truncated", out)
             losses.append([log["loss"] for log in self.trainers[-1].state.log_history if "loss" in log])
-        for loss, expected in zip(*losses, strict=True):
-            self.assertAlmostEqual(loss, expected, places=4)
-        (sample,) = self.trainers[0].train_dataset
-        self.assertEqual(len(sample["turns"]), 2)
+        for found in losses[1:]:
+            for loss, expected in zip(found, losses[0], strict=True):
+                self.assertAlmostEqual(loss, expected, places=4)
+        datasets = [trainer.train_dataset for trainer in self.trainers[1:]]
+        for (sample,) in (datasets[0], datasets[1][0]):
+            self.assertEqual(len(sample["turns"]), 2)
+        self.assertEqual(sorted(len(sample["input_ids"]) for (sample,) in datasets[2]), [162, 178])
 
     @parameterized.expand([("qwen3_next", Qwen3NextConfig), ("qwen3_5_moe", Qwen3_5MoeTextConfig)])
     def test_lora_of_experts(self, family, config):

@@ -6,34 +6,25 @@ from collections import Counter
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from common.families import tiny_model
+from common.trees import batches, group, loss_and_gradients, make_model, node, paths
 from datasets import Dataset
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from mixins.model import total_relative_error
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from transformers_packed import (
     DataCollatorWithFlattening,
-    IterablePackingDataset,
     PackingDataset,
     configure_packing,
-    pack_dataset,
     patch_model,
 )
 from transformers_packed.data.collator import CausalLabelsCollator
 from transformers_packed.parallel import shard_batch
 from transformers_packed.shared_prompts import level_order
 from transformers_packed.training.losses import per_document_logps, per_document_loss
-
-
-def make_model(family="qwen3_5", dtype=torch.float64):
-    set_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation="sdpa").to(dtype)
-    return patch_model(model).train()
 
 
 def make_samples():
@@ -55,12 +46,6 @@ def whole(sample):
     return {"input_ids": [*prefix, *sample["input_ids"]], "labels": [-100] * len(prefix) + labels}
 
 
-def group(prefix, *answers, **columns):
-    """A group whose answers have these tokens, and these columns, one value for each answer."""
-    samples = [{"input_ids": tokens} | {n: v[k] for n, v in columns.items()} for k, tokens in enumerate(answers)]
-    return {"prefix": prefix, "answers": samples}
-
-
 def grouped(samples):
     """The samples with a prefix as groups of one or two, and the others as they are."""
     found = []
@@ -75,19 +60,6 @@ def grouped(samples):
     return found
 
 
-def loss_and_gradients(model, batch, wide=False):
-    """The loss of a row, with 7 targets in the step, and its gradients. The loss of a model has float32."""
-    model.zero_grad()
-    batch = {name: x for name, x in batch.items() if name != "weight"}
-    if wide:
-        labels = batch.pop("labels")
-        loss = F.cross_entropy(model(**batch).logits[0, :-1], labels[0, 1:], reduction="sum") / 7
-    else:
-        loss = model(**batch, num_items_in_batch=7).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
 def trains(model, collator, samples, configure=lambda trainer: None):
     """The loss of a step of a Trainer."""
     with tempfile.TemporaryDirectory() as folder:
@@ -98,37 +70,6 @@ def trains(model, collator, samples, configure=lambda trainer: None):
         configure(trainer)
         trainer.train()
     return trainer.state.log_history[0]["loss"]
-
-
-def node(tokens, labels, *turns, **columns):
-    """A node with these tokens, of which `labels` has the positions with labels."""
-    kept = [token if at in labels else -100 for at, token in enumerate(tokens)]
-    return {"input_ids": tokens, "labels": kept, **columns} | ({"turns": list(turns)} if turns else {})
-
-
-@st.composite
-def batches(draw, most_tokens):
-    """One to three trees of up to 7 nodes. Each label has a weight of 1."""
-    random, elements = np.random.default_rng(draw(st.integers(0, 2**16))), []
-    for _ in range(draw(st.integers(1, 3))):
-        nodes = []
-        for number in range(draw(st.integers(1, 7))):
-            tokens = random.integers(1, 61, draw(st.integers(1, most_tokens))).tolist()
-            kept = random.random(len(tokens)) < draw(st.sampled_from([0, 0.5, 1]))
-            kept[0] = draw(st.booleans())
-            nodes.append(node(tokens, np.flatnonzero(kept), weight=kept.astype(float).tolist()))
-            if number:
-                nodes[draw(st.integers(0, number - 1))].setdefault("turns", []).append(nodes[-1])
-        elements.append(nodes[0])
-    return elements
-
-
-def paths(nodes, before=()):
-    """Each node as a whole document, in which only its own tokens have labels."""
-    for node in nodes:
-        tokens = [*before, *node["input_ids"]]
-        yield {"input_ids": tokens, "labels": [-100] * len(before) + node["labels"]}
-        yield from paths(node.get("turns", []), tokens)
 
 
 def documents_in(batch, name="input_ids"):
@@ -376,24 +317,6 @@ class RefusalsTest(unittest.TestCase):
     def test_nodes(self, _, turns, pattern):
         samples = [node([1, 2], {1}), node([5, 6], {1}, *turns)]
         self.check(DataCollatorWithFlattening(model=self.model), samples, pattern)
-
-    @parameterized.expand([("tree", node([5, 6], {1}, node([8], {0}))), ("group", group([5, 6], [8], labels=[[8]]))])
-    def test_datasets(self, _, tree):
-        """Plans would count the first node alone."""
-        samples = [node([1, 2], {1}), tree]
-        for dataset in (samples, Dataset.from_list(samples[::-1])):
-            for pack in (PackingDataset, pack_dataset, lambda *args: list(IterablePackingDataset(*args))):
-                with self.assertRaisesRegex(
-                    ValueError, "expected one document in sample ., got samples that continue"
-                ):
-                    pack(dataset, 8)
-        with tempfile.TemporaryDirectory() as folder:
-            args = TrainingArguments(folder, use_cpu=True, report_to="none", remove_unused_columns=False)
-            collator = DataCollatorWithFlattening(model=self.model)
-            for order in (samples, samples[::-1]):
-                trainer = Trainer(self.model, args, train_dataset=order, data_collator=collator)
-                with self.assertRaisesRegex(ValueError, "expected one document in sample ., got samples that"):
-                    configure_packing(trainer, True, 8)
 
     @parameterized.expand([("list", list), ("table", Dataset.from_list)])
     def test_configured_trainer(self, _, make):

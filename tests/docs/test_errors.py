@@ -20,6 +20,7 @@ from transformers_packed import (
     PackingDataset,
     SequenceBoundaries,
     configure_packing,
+    pack_dataset,
     patch_model,
     plan_packing,
 )
@@ -198,7 +199,9 @@ def of_preferences() -> Calls:
     yield lambda: collator([{"input_ids": [5], "turns": [[6], [7]]}])
     yield lambda: collator([{"input_ids": [5], "turns": [{"input_ids": []}, {"input_ids": [7]}]}])
     yield lambda: collator([{"tree_cu_seqlens_q": torch.tensor([0, 5])}] * 2)
-    yield lambda: PackingDataset([{"input_ids": [5], "turns": [{"input_ids": [7]}]}], 8)
+    turns = [{"input_ids": [7, 8, 9]}, {"input_ids": [7, 8, 9]}]
+    yield lambda: pack_dataset([{"input_ids": [5, 6], "turns": turns}], 8)
+    yield lambda: PackingDataset([{"input_ids": [5, 6], "turns": turns}], 8)
     yield lambda: model(**{name: x for name, x in collator(samples).items() if name != "cu_seqlens"})
     yield lambda: prompts.gated_delta_rule(*HEADS, boundaries=shared, initial_state=torch.zeros(2, 2, 8, 8))
 

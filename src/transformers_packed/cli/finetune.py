@@ -85,6 +85,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         settings.max_length,
         settings.format,
         settings.every_turn,
+        settings.row_length,
     )
     _say_samples(samples, settings)
     kept = settings_to_keep(settings, source, samples)

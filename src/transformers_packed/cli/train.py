@@ -83,13 +83,9 @@ def run(args: argparse.Namespace) -> int:
     args.max_length = args.max_length or args.row_length or LONGEST_SAMPLE
     if args.mtp_only and args.lora:
         raise input_error("--mtp-only without --lora", "both", "Adapters would not be trained.", option="--mtp-only")
-    for option, given in (
-        ("--row-length", args.row_length),
-        ("--sequence-parallel-size", args.sequence_parallel_size > 1),
-    ):
-        if args.every_turn and given:
-            got, fix = "both", f"Remove {option}. Use --batch-size for the samples of a row."
-            raise input_error(f"--every-turn without {option}", got, fix, option="--every-turn")
+    if args.every_turn and args.sequence_parallel_size > 1:
+        option = "--sequence-parallel-size"
+        raise input_error(f"--every-turn without {option}", "both", f"Remove {option}.", option="--every-turn")
     _check_processes(args.sequence_parallel_size, int(os.environ.get("WORLD_SIZE", 1)))
     if args.row_length and args.max_length > args.row_length:
         fix = "Lower it, or raise --row-length."

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache as cached
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from ..errors import input_error
-from .overlong import Overlong, TruncationSide, check_settings
+from .overlong import Overlong, TruncationSide, check_settings, longest_tree
 from .planning.plan import PackingPlan
 from .planning.planner import plan_packing
 from .planning.rows import offsets_of, ranges
@@ -28,13 +29,11 @@ from .samples import (
     documents_of,
     has_items,
     is_tree,
-    real_length,
-    real_sample,
     refuse_tree,
     spread,
 )
 from .tables import columns_of, is_list, list_lengths, padded_lengths, suspects, table_lengths
-from .trees import nodes_of, tokens_in
+from .trees import as_packed, nodes_of, tokens_in
 
 
 logger = logging.get_logger(__name__)
@@ -57,6 +56,9 @@ class PackingDataset(torch.utils.data.Dataset):
 
     Tokens with an `attention_mask` of 0 are padding. They do not count, and the samples of a row do not have them.
 
+    A tree or a group of samples (`data/trees.py`) is one sample of a row, unchanged. The plan takes it for a document of
+    as many tokens as are computed for it. The collator then needs `model=model`.
+
     The plan assumes one row per process and micro step. Larger batches balance the ranks less well.
 
     `set_epoch` gives each epoch its own order of rows, in which the rows of a step cost the ranks about the same. Read
@@ -73,10 +75,10 @@ class PackingDataset(torch.utils.data.Dataset):
             Maximum number of tokens per row.
         length_column (`str`, *optional*):
             The column with the sample lengths in tokens, without padding. By default the lengths come from the table of
-            a `datasets.Dataset` without decoding it, or from a pass over all samples.
+            a `datasets.Dataset` without decoding it, or from a pass over all samples, as for trees.
         overlong (`str`, *optional*, defaults to `"error"`):
             Action for samples longer than `max_length`: `"error"`, `"truncate"`, `"split"` or `"drop"`.
-            `plan.summary()` counts them.
+            `plan.summary()` counts them. Longer trees are an error with all but `"drop"`.
         truncation_side (`str`, *optional*, defaults to `"right"`):
             The side that `"truncate"` cuts off.
         world_size (`int`, *optional*, defaults to 1):
@@ -137,7 +139,8 @@ class PackingDataset(torch.utils.data.Dataset):
         if plan is None:
             options: dict[str, Any] = {"overlong": overlong, "truncation_side": truncation_side, **ranks}
             options |= {"balance": balance, "seed": seed}
-            lengths = cached(lambda: sample_lengths(dataset, length_column, num_proc))
+            longest = longest_tree(max_length, overlong)
+            lengths = cached(lambda: sample_lengths(dataset, length_column, num_proc, longest))
             path = _cache_path(cache, dataset, lengths, [length_column, max_length], options) if cache else None
             plan = None if path is None else _load(path)
             if plan is None:
@@ -187,12 +190,15 @@ class PackingDataset(torch.utils.data.Dataset):
         numbers, starts, lengths = (part.tolist() for part in plan.row(index))
         many = getattr(self.dataset, "__getitems__", None)
         read = many(numbers) if many else [self.dataset[number] for number in numbers]
-        samples = [real_sample(*part) for part in zip(read, numbers, strict=True)]
-        tokens = [len(sample["input_ids"]) for sample in samples]
-        if tokens == lengths and plan.starts is None:
-            return samples
-        _check_documents(plan, documents, np.array(tokens))
-        return [cut_sample(*part) for part in zip(samples, starts, lengths, strict=True)]
+        longest = longest_tree(plan.max_length, plan.overlong)
+        samples = [as_packed(*part, longest) for part in zip(read, numbers, strict=True)]
+        tokens = [total for _, total in samples]
+        if tokens != lengths or plan.starts is not None:
+            _check_documents(plan, documents, np.array(tokens))
+        return [
+            sample if length == total else cut_sample(sample, start, length)
+            for (sample, total), start, length in zip(samples, starts, lengths, strict=True)
+        ]
 
 
 def _check_documents(plan: PackingPlan, documents: slice, sample_tokens: np.ndarray) -> None:
@@ -253,6 +259,7 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
         dataset = datasets.Dataset.from_list(samples)
     dataset = dataset.with_format(None)
     plan = PackingDataset(dataset, max_length, **kwargs).plan
+    _refuse_trees(dataset)
     if dataset._indices is not None:
         dataset = dataset.flatten_indices()
     lengths = sample_lengths(dataset)
@@ -285,6 +292,12 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
     return datasets.Dataset(pa.concat_tables(blocks))
 
 
+def _refuse_trees(dataset: Any) -> None:
+    first = _first_tree(dataset, table_lengths(dataset))
+    if first is not None:
+        refuse_tree(first, dataset[first])
+
+
 def _per_token_columns(dataset: Any, lengths: np.ndarray) -> dict[str, Any]:
     """The columns with one value per token. A column that has them only in most samples is an error."""
     columns, left_out = {}, []
@@ -309,16 +322,24 @@ def _bad_column(name: str, sample: int, got: object) -> ValueError:
     return input_error(f"{name} with one value per token in sample {sample}", got, fix)
 
 
-def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -> np.ndarray:
-    """The real tokens of each sample, int64 `[samples]`: from `column`, from the table, or from a pass over the data."""
+def sample_lengths(
+    dataset: Any, column: str | None = None, num_proc: int = 0, longest: int | None = None
+) -> np.ndarray:
+    """The tokens of each sample in a row, int64 `[samples]`: from `column`, from the table, or from a pass over the data.
+
+    A tree of more than `longest` tokens is an error, but not with a `column`.
+    """
     lengths = table_lengths(dataset)
+    if lengths is not None and _first_tree(dataset, lengths) is not None:
+        lengths = None
     if lengths is None and column is None:
         # A separate generator keeps the global random state, and with it the training run, unchanged.
-        own: dict[str, Any] = {"collate_fn": _count_tokens, "generator": torch.Generator()}
+        count = partial(_count_tokens, longest=longest)
+        own: dict[str, Any] = {"collate_fn": count, "generator": torch.Generator()}
         counts = chain.from_iterable(DataLoader(dataset, batch_size=_PASS_BATCH, num_workers=num_proc, **own))
         lengths = np.fromiter(_progress(counts, len(dataset)), np.int64, len(dataset))
     if lengths is not None:
-        _refuse_unusable(dataset, lengths)
+        _refuse_unusable(dataset, lengths, longest)
         if column is None:
             return lengths
     if not hasattr(dataset, "column_names"):
@@ -340,7 +361,7 @@ def sampled_lengths(dataset: Any, masked: bool = False) -> np.ndarray:
     With `masked`, tokens with an `attention_mask` of 0 count as well, as in the padded batches of these samples.
     """
     lengths = table_lengths(dataset)
-    if lengths is None or _holds_trees(dataset, lengths):
+    if lengths is None or _first_tree(dataset, lengths) is not None:
         samples = ((number, dataset[number]) for number in spread(len(dataset), _PROBED))
         return np.array(
             [len(x["input_ids"]) if masked and not is_tree(x) else tokens_in(x, number) for number, x in samples]
@@ -349,10 +370,10 @@ def sampled_lengths(dataset: Any, masked: bool = False) -> np.ndarray:
     return padded_lengths(dataset) if masked else lengths
 
 
-def _holds_trees(dataset: Any, lengths: np.ndarray) -> bool:
-    """Whether the first sample of a table with the length -1 is a tree."""
-    unusable = np.flatnonzero(lengths < 0)
-    return len(unusable) > 0 and is_tree(dataset[int(unusable[0])])
+def _first_tree(dataset: Any, lengths: np.ndarray | None) -> int | None:
+    """The number of the first tree in a table, if no earlier sample has the length -1. Of groups, no length is known."""
+    first = 0 if lengths is None else next(iter(np.flatnonzero(lengths < 0).tolist()), None)
+    return first if first is not None and is_tree(dataset[first]) else None
 
 
 def find_unusable(dataset: Any) -> tuple[int, str] | None:
@@ -372,39 +393,40 @@ def find_unusable(dataset: Any) -> tuple[int, str] | None:
     return None
 
 
-def _error_of(dataset: Any, number: int) -> ValueError | None:
+def _error_of(dataset: Any, number: int, longest: int | None = None) -> ValueError | None:
     """The error of a sample that cannot be used."""
     columns = columns_of(dataset)
     # A format may turn missing values into others.
     plain = dataset if columns is None else dataset.with_format(None, columns=list(columns))
     try:
-        for node in nodes_of(documents_of(plain[number]))[0]:
-            check_sample(number, node)
+        for sample in documents_of(plain[number]):
+            for node in nodes_of([sample])[0]:
+                check_sample(number, node)
+            tokens_in(sample, number, longest)
     except ValueError as error:
         return error
     return None
 
 
-def _refuse_unusable(dataset: Any, lengths: np.ndarray) -> None:
+def _refuse_unusable(dataset: Any, lengths: np.ndarray, longest: int | None = None) -> None:
     """Raise the error of the first sample with the length -1."""
     unusable = np.flatnonzero(lengths < 0)
     if len(unusable):
         number = int(unusable[0])
-        refuse_tree(number, dataset[number])
         got = f"another sample {number} in the second pass"
-        raise _error_of(dataset, number) or input_error("a dataset that returns the same samples again", got)
+        raise _error_of(dataset, number, longest) or input_error("a dataset that returns the same samples again", got)
 
 
 def _progress(iterable: Any, total: int) -> tqdm:
     return tqdm(iterable, total=total, desc="Sample lengths", unit=" samples", disable=None)
 
 
-def _count_tokens(samples: list[Mapping[str, Any]]) -> list[int]:
-    """The real tokens of samples, -1 for one that cannot be used. Its error would lose its type in a worker."""
+def _count_tokens(samples: list[Mapping[str, Any]], longest: int | None) -> list[int]:
+    """The tokens of samples in a row, -1 for one that cannot be used. Its error would lose its type in a worker."""
     counts = []
     for sample in samples:
         try:
-            counts.append(real_length(sample))
+            counts.append(tokens_in(sample, longest=longest))
         except ValueError:
             counts.append(-1)
     return counts

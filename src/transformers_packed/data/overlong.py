@@ -27,6 +27,11 @@ def check_settings(max_length: int, overlong: str, truncation_side: str) -> None
             raise input_error(f"{name} {' or '.join(map(repr, get_args(choice)))}", repr(value))
 
 
+def longest_tree(max_length: int, overlong: str) -> int | None:
+    """The most tokens of a tree of samples, which cannot be cut. `None` if longer ones are dropped."""
+    return None if overlong == "drop" else max_length
+
+
 def overlong_pieces(length: int, max_length: int, overlong: str, truncation_side: str) -> list[tuple[int, int]]:
     """The start and length of each document made from a sample."""
     if length <= max_length:

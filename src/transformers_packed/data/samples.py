@@ -129,7 +129,7 @@ def real_length(sample: Mapping[str, Any], index: int | None = None) -> int:
 
 def _padding_mask(sample: Mapping[str, Any], index: int | None) -> Any:
     """The mask of a sample as a list or tuple, or `None` if all tokens are real."""
-    where = _place(index)
+    where = place(index)
     refuse_tree(index, sample)
     if "input_ids" not in sample:
         fix = "Set remove_unused_columns=False if Trainer removes columns that you need."
@@ -198,18 +198,18 @@ def has_tokens(index: int, sample: Mapping[str, Any]) -> bool:
     if len(sample["input_ids"]):
         return True
     if "labels" in sample and is_number(sample["labels"]):
-        raise input_error(f"at least one token in {_place(index)}, which has a label of its own", "none", _REMOVE)
+        raise input_error(f"at least one token in {place(index)}, which has a label of its own", "none", _REMOVE)
     return False
 
 
-def check_lengths(index: int, sample: Mapping[str, Any], names: tuple[str, ...] = ()) -> None:
+def check_lengths(index: int | None, sample: Mapping[str, Any], names: tuple[str, ...] = ()) -> None:
     """Raise a `ValueError` if per-token columns, also those in `names`, do not have the length of `input_ids`."""
     columns = {name: sample[name] for name in (*TOKEN_COLUMNS, *names) if name in sample}
     refuse_missing(index, columns, values=False)
     length = len(columns["input_ids"])
     for name, column in columns.items():
         if not (name == "labels" and is_number(column)) and len(column) != length:
-            raise input_error(f"{name} with the length of input_ids, {length}, in {_place(index)}", len(column))
+            raise input_error(f"{name} with the length of input_ids, {length}, in {place(index)}", len(column))
 
 
 def check_sample(index: int, sample: Mapping[str, Any]) -> None:
@@ -229,14 +229,14 @@ def check_one_document(index: int, sample: Mapping[str, Any]) -> None:
     refuse_missing(index, {"position_ids": position_ids})
     if np.ndim(position_ids) == 1 and len(breaks := np.flatnonzero(np.diff(position_ids) != 1)):
         got = f"{position_ids[breaks[0] + 1]} after {position_ids[breaks[0]]}"
-        raise input_error(f"position_ids of one document in {_place(index)}", got, _ROWS)
+        raise input_error(f"position_ids of one document in {place(index)}", got, _ROWS)
 
 
 def refuse_tree(index: int | None, sample: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for a tree or a group, which only the collator takes."""
+    """Raise a `ValueError` for a tree or a group."""
     if is_tree(sample):
-        fix = "Pass trees and groups to DataCollatorWithFlattening(model=model) as they are."
-        raise input_error(f"one document in {_place(index)}", "samples that continue others", fix)
+        fix = "Pack trees and groups with PackingDataset."
+        raise input_error(f"one document in {place(index)}", "samples that continue others", fix)
 
 
 def refuse_missing(index: int | None, columns: Mapping[str, Any], values: bool = True) -> None:
@@ -245,10 +245,11 @@ def refuse_missing(index: int | None, columns: Mapping[str, Any], values: bool =
         column = as_list(column) if values else column
         if column is None or values and isinstance(column, list | tuple) and None in column:
             got = "None" if column is None else f"None at token {column.index(None)}"
-            raise input_error(f"{name} without missing values in {_place(index)}", got, _REMOVE)
+            raise input_error(f"{name} without missing values in {place(index)}", got, _REMOVE)
 
 
-def _place(index: int | None) -> str:
+def place(index: int | None) -> str:
+    """A sample in words."""
     return "the sample" if index is None else f"sample {index}"
 
 

@@ -20,8 +20,9 @@ import torch
 from transformers.utils import logging
 
 from ..errors import input_error
-from .overlong import Overlong, TruncationSide, check_count, check_settings, overlong_pieces
-from .samples import cut_sample, has_items, real_sample
+from .overlong import Overlong, TruncationSide, check_count, check_settings, longest_tree, overlong_pieces
+from .samples import cut_sample, has_items
+from .trees import as_packed
 
 
 logger = logging.get_logger(__name__)
@@ -44,6 +45,9 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
 
     An item is a row: a list of samples with all their columns. `DataCollatorWithFlattening` concatenates them. The
     batch size counts rows. Tokens with an `attention_mask` of 0 do not count, and the samples of a row do not have them.
+
+    A tree or a group of samples (`data/trees.py`) is one sample of a row, unchanged. It counts with the tokens that are
+    computed for it, and is longer than `max_length` only with `overlong="drop"`.
 
     The *workers* of a data loader share the samples: each worker reads and packs its part. `Trainer` and accelerate
     distribute the rows over the *processes*. Set `accelerator_config={"dispatch_batches": False}`, so that they do not
@@ -223,6 +227,7 @@ class _Stream:
 
     def __init__(self, dataset: IterablePackingDataset, shard: list[int], share: tuple[int, int], epoch: int):
         self.config = dataset
+        self.longest_tree = longest_tree(dataset.max_length, dataset.overlong)
         self.source: Any = _clone(dataset.dataset) if _is_hf_iterable(dataset.dataset) else dataset.dataset
         self.shard = shard
         self.first, self.stride = share
@@ -248,10 +253,7 @@ class _Stream:
         samples = self._read_again(needed, state["source"])
 
         def restore(row):
-            return [
-                (at, start, length, self._cut(real_sample(samples[at]), at, start, length))
-                for at, start, length in row
-            ]
+            return [(at, start, length, self._cut(samples[at], at, start, length)) for at, start, length in row]
 
         self.ready.extend(map(restore, state["ready"]))
         for row in state["open"]:
@@ -266,8 +268,7 @@ class _Stream:
         yield from self._hand_out()
         try:
             for read in self.samples:
-                sample = real_sample(read, self._number)
-                length = len(sample["input_ids"])
+                sample, length = as_packed(read, self._number, self.longest_tree)
                 if 0 < length <= max_length:
                     self._place((self.position, 0, length, sample), length)
                 else:
@@ -339,10 +340,11 @@ class _Stream:
         return overlong_pieces(length, config.max_length, config.overlong, config.truncation_side)
 
     def _cut(self, sample: Any, position: int, start: int, length: int) -> Any:
-        total = len(sample["input_ids"])
+        number = self.first + position * self.stride
+        sample, total = as_packed(sample, number, self.longest_tree)
         if (start, length) not in self._pieces(total):
-            raise self._changed(f"sample {self.first + position * self.stride} with {total} tokens")
-        return cut_sample(sample, start, length)
+            raise self._changed(f"sample {number} with {total} tokens")
+        return sample if length == total else cut_sample(sample, start, length)
 
     def _read_again(self, needed: set[int], snapshot: list | None) -> dict[int, Any]:
         """Advance the source to `self.position`, and return the earlier samples that are `needed`."""

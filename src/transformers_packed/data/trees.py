@@ -25,7 +25,19 @@ from typing import Any
 
 from ..errors import input_error
 from ..shared_prompts import to_level_order
-from .samples import ANSWERS, IGNORED_LABEL, PREFIX, TURNS, as_list, is_tree, real_length
+from .samples import (
+    ANSWERS,
+    IGNORED_LABEL,
+    PREFIX,
+    TURNS,
+    as_list,
+    check_lengths,
+    is_number,
+    is_tree,
+    place,
+    real_length,
+    real_sample,
+)
 
 
 Sample = dict[str, Any]
@@ -54,11 +66,53 @@ def nodes_of(samples: Iterable[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
     return nodes, parents
 
 
-def tokens_in(sample: Mapping[str, Any], index: int | None = None) -> int:
-    """The number of real tokens of a sample and its turns. Raises the errors of [`real_sample`]."""
+def as_packed(
+    sample: Mapping[str, Any], index: int | None = None, longest: int | None = None
+) -> tuple[Mapping[str, Any], int]:
+    """A sample as packed rows have it, without masked tokens or as an unchanged tree, and the number of its tokens."""
+    if is_tree(sample):
+        return sample, tokens_in(sample, index, longest)
+    sample = real_sample(sample, index)
+    return sample, len(sample["input_ids"])
+
+
+def tokens_in(sample: Mapping[str, Any], index: int | None = None, longest: int | None = None) -> int:
+    """The number of real tokens of a sample, or the number of tokens that a row computes for a tree.
+
+    For a group, it is the most: groups with the same prefix share it, and if an answer of any of them starts with a
+    target, the end of the prefix moves to all answers. The end is therefore counted as moved.
+
+    Args:
+        sample (`Mapping`):
+            A sample, a tree or a group.
+        index (`int`, *optional*):
+            The number of the sample, for error messages.
+        longest (`int`, *optional*):
+            The most tokens of a tree.
+
+    Raises:
+        `ValueError`: as in [`real_sample`], a node without tokens, or a tree with more than `longest` tokens.
+    """
+    if not is_tree(sample):
+        return real_length(sample, index)
     nodes, parents = nodes_of([sample])
-    prefix = parents[0] if isinstance(parents[0], tuple) else ()
-    return len(prefix) + sum(real_length(node, index) for node in nodes)
+    columns: dict[int, Sample] = {}
+    for number, node in enumerate(nodes):
+        real = real_sample(node, index)
+        check_lengths(index, node)
+        tokens = as_list(real["input_ids"])
+        labels = real.get("labels", tokens)
+        if len(tokens):
+            # The collator refuses one label per sample.
+            columns[number] = {"input_ids": tokens, "labels": [*(tokens if is_number(labels) else as_list(labels))]}
+    if isinstance(parents[0], tuple) and 0 in columns:
+        columns[0]["labels"][0] = columns[0]["input_ids"][0]
+    documents, _ = row_of(columns, parents)
+    total = sum(len(document["input_ids"]) for document in documents)
+    if longest is not None and total > longest:
+        fix = 'Raise max_length, or pass overlong="drop". A tree is neither truncated nor split.'
+        raise input_error(f"a tree of at most {longest} computed tokens in {place(index)}", total, fix)
+    return total
 
 
 def _prefix_of(group: Mapping[str, Any]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from parameterized import parameterized
 from transformers_packed import DataCollatorWithFlattening, patch_model
 from transformers_packed.data.records.chat import AssistantTurns
 from transformers_packed.data.records.samples import make_samples
-from transformers_packed.data.trees import nodes_of
+from transformers_packed.data.trees import nodes_of, tokens_in
 
 
 logger = logging.getLogger("transformers_packed.data.records.samples")
@@ -103,6 +103,20 @@ class RecordsTest(unittest.TestCase):
         short = {"messages": [user("q"), assistant("a")]}
         samples = make_samples(records(short, {"messages": MESSAGES}), tokenizer, length - 40, every_turn=True)
         self.assertEqual((len(samples.data), samples.truncated, samples.dropped), (1, 1, 1))
+
+    def test_trees_that_fit_into_a_row(self):
+        """Each half of the turns of a larger one is a tree of its own. No target is lost or repeated."""
+        tokenizer = make_tokenizer(THINKING)
+        (whole,) = make_samples(records({"messages": MESSAGES}), tokenizer, 4096, every_turn=True).data
+        alone = make_samples(records(*map(up_to, TURNS)), tokenizer, 4096)
+        longest = max(len(sample["input_ids"]) for sample in alone.data)
+        numbers = []
+        for length in (tokens_in(whole), tokens_in(whole) - 1, longest):
+            samples = make_samples(records({"messages": MESSAGES}), tokenizer, longest, None, True, length)
+            self.assertLessEqual(max(map(tokens_in, samples.data)), length)
+            self.assertEqual((samples.targets, samples.truncated), (alone.targets, 0))
+            numbers.append(len(samples.data))
+        self.assertEqual(numbers, [1, 2, 3])
 
     def test_the_log_names_the_option(self):
         for rows in ([MESSAGES], [MESSAGES, MESSAGES]):

@@ -28,7 +28,7 @@ from ...errors import input_error
 from ..samples import IGNORED_LABEL, count_targets
 from ..trees import nodes_of
 from .chat import AssistantTurns, check_messages, describe, from_json, target_turns
-from .turns import samples_of
+from .turns import samples_within
 
 
 logger = logging.get_logger(__name__)
@@ -180,6 +180,7 @@ def make_samples(
     max_length: int,
     format: str | None = None,
     every_turn: bool = False,
+    row_length: int | None = None,
 ) -> Samples:
     """Tokenize records of one format.
 
@@ -198,6 +199,8 @@ def make_samples(
         every_turn (`bool`, *optional*, defaults to `False`):
             Whether each turn of the assistant follows the conversation as the chat template renders it up to there.
             Templates that omit the reasoning of earlier turns then give samples that branch.
+        row_length (`int`, *optional*):
+            The most computed tokens of samples that branch. A conversation with more becomes several of them.
 
     Raises:
         `ValueError`: a record is malformed or has another format than the first one, the tokenizer lacks a chat
@@ -213,7 +216,7 @@ def make_samples(
         samples.truncated += any(len(input_ids) > max_length for input_ids, _ in renderings)
         columns = [tuple(np.array(x[:max_length], np.int32) for x in rendering) for rendering in renderings]
         with_targets = [(input_ids, labels) for input_ids, labels in columns if count_targets(labels)]
-        samples.data += samples_of(with_targets) if with_targets else []
+        samples.data += samples_within(with_targets, row_length) if with_targets else []
         samples.dropped += not with_targets
     if samples is None:
         raise input_error("at least one record", "none", "Check the file or the split.", option="--data")

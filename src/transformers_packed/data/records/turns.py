@@ -12,6 +12,7 @@ import numpy as np
 
 from ...prefix_tree import prefix_pieces
 from ..samples import IGNORED_LABEL
+from ..trees import tokens_in
 
 
 # Tokens and labels, int32 `[tokens]`.
@@ -53,6 +54,18 @@ def samples_of(renderings: Iterable[Rendering]) -> list[dict[str, Any]]:
                 _fill(samples[number]["labels"], labels[begin:end])
                 number = parent
     return [sample for sample, piece in zip(samples, pieces, strict=True) if piece.parent < 0]
+
+
+def samples_within(renderings: list[Rendering], longest: int | None) -> list[dict[str, Any]]:
+    """Make samples as [`samples_of`] does, of at most `longest` tokens in a row. Each rendering alone has no more.
+
+    If a tree would have more, each half of the renderings becomes samples of its own.
+    """
+    samples = samples_of(renderings)
+    if longest is None or len(renderings) == 1 or max(map(tokens_in, samples)) <= longest:
+        return samples
+    half = len(renderings) // 2
+    return samples_within(renderings[:half], longest) + samples_within(renderings[half:], longest)
 
 
 def _joined(renderings: Iterable[Rendering]) -> list[Rendering]:

@@ -21,6 +21,7 @@ from ...models.registry import inner_model, transformers_model
 from ...models.releases import rows_per_batch
 from ...ops.dispatch import implementations_used
 from ...parallel import RowShard
+from ...shared_prompts import SharedPrompts
 from .expert_load import ExpertLoad
 
 
@@ -51,7 +52,8 @@ class PackingMetricsCallback(TrainerCallback):
 
     * `tokens_per_second`: tokens of all processes, without padding, per second between two logs. The time for
       evaluation and saving is excluded.
-    * `documents_per_row`: documents per packed row, or per batch in padding-free mode.
+    * `documents_per_row`: documents per packed row, or per batch in padding-free mode. In all metrics, a tree of
+      documents counts as one of as many tokens as are computed for it.
     * `padding_avoided`: the fraction of padding in padded batches of the same documents. For packed rows, in batches
       of 8 in random order, as in the plan.
     * `packing_fill`, for packed rows: the fraction of the rows that holds tokens. All batches count as full.
@@ -120,24 +122,18 @@ class PackingMetricsCallback(TrainerCallback):
     def _count(self, module, positional, batch) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        cumulative = batch.get("cu_seq_lens_q")
         tokens, padding = batch["input_ids"].shape[-1], batch.get("padding_tokens") or 0
         shard = batch.get("boundaries")
         if isinstance(shard, RowShard):
             cumulative, tokens, padding = shard.row.cu_seqlens, shard.row.total_length, shard.row.padding_tokens
-        elif cumulative is None and batch.get("position_ids") is None:
-            row = SequenceBoundaries.from_kwargs(batch, tokens) or SequenceBoundaries.from_lengths([tokens])
-            cumulative = row.cu_seqlens
-        elif cumulative is None:
-            positions = batch["position_ids"].reshape(-1, tokens)[0]
-            starts = positions == positions[0]
-            cumulative = torch.cat((starts.nonzero()[:, 0], starts.new_tensor([tokens], dtype=torch.long)))
+        else:
+            cumulative = _ends_of_documents(batch, tokens)
         lengths = cumulative.diff()
         if padding:
             lengths, tokens = lengths[:-1], tokens - padding
         padded = 0
         if not self._packed:
-            longest = batch.get("max_length_q")
+            longest = None if "parent_of" in batch else batch.get("max_length_q")
             # Ignore it if it is the length of the padding.
             padded = len(lengths) * (longest if longest and longest != padding else int(lengths.max()))
         if not isinstance(shard, RowShard):
@@ -241,6 +237,23 @@ def known_cost(model: torch.nn.Module, **options) -> PackingCost | None:
         return PackingCost.from_config(inner_model(model).config, **options)
     except ValueError:
         return None
+
+
+def _ends_of_documents(batch: dict, tokens: int) -> torch.Tensor:
+    """The cumulative lengths of documents, of which a tree is one."""
+    cumulative, parent_of = batch.get("cu_seq_lens_q"), batch.get("parent_of")
+    if parent_of is None and cumulative is not None:
+        return cumulative
+    if parent_of is None and batch.get("position_ids") is not None:
+        positions = batch["position_ids"].reshape(-1, tokens)[0]
+        starts = positions == positions[0]
+        return torch.cat((starts.nonzero()[:, 0], starts.new_tensor([tokens], dtype=torch.long)))
+    row = SequenceBoundaries.from_kwargs(batch, tokens) or SequenceBoundaries.from_lengths([tokens])
+    if parent_of is None:
+        return row.cu_seqlens
+    # The model reads the parents on the host as well.
+    trees = row if isinstance(row, SharedPrompts) else SharedPrompts.of(row, parent_of)
+    return SequenceBoundaries.from_lengths(trees.tree_lengths, device=batch["input_ids"].device).cu_seqlens
 
 
 def _peak(args, model) -> float | None:
