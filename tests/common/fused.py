@@ -21,7 +21,7 @@ from transformers_packed.ops import (
     rms_norm,
 )
 from transformers_packed.ops.linear import shared_input_linears
-from transformers_packed.ops.streams import add_to_streams, mix_streams
+from transformers_packed.ops.streams import add_to_streams, mix_streams, stream_gates
 from transformers_packed.ops.terms import Adapter, Float8Weight, Projection
 
 
@@ -261,6 +261,14 @@ CASES = [
         per_token=2,
         small=[{"width": 37}],
         released=[{"width": 4096}],
+    ),
+    Case(
+        "stream_gates",
+        lambda impl, low, factors: stream_gates(low, factors, factors.shape[-1], impl=impl),
+        lambda normal, tokens, streams, rank: [normal(1, tokens, rank), normal(1, tokens, streams)],
+        per_token=2,
+        small=[{"streams": 2, "rank": 37}, {"streams": 4, "rank": 20}],
+        released=[{"streams": 4, "rank": 320}],
     ),
     Case(
         "mix_streams",

@@ -87,6 +87,38 @@ class VisibleKernelsTest(unittest.TestCase):
         ]
         self.assertEqual(result.stdout.splitlines()[-3:], expected, result.stderr[-3000:])
 
+    def test_layers_share_the_chunks_of_a_row(self):
+        """In the calls of this package only: others may record the search in a CUDA graph."""
+        result = self.run_python(
+            "import importlib, torch\n"
+            "from fla.ops import kda\n"
+            "from transformers_packed import SequenceBoundaries\n"
+            "from transformers_packed.ops.backends import fla\n"
+            "module, searches = importlib.import_module('fla.ops.kda.chunk'), []\n"
+            "find = module.prepare_chunk_indices_static\n"
+            "def counted(**call):\n"
+            "    searches.append(call)\n"
+            "    return find(**call)\n"
+            "module.prepare_chunk_indices_static = counted\n"
+            "def layer(*row, cu_seqlens, **options):\n"
+            "    call = {'cu_seqlens': cu_seqlens, 'chunk_size': 64, 'nt_max': 3}\n"
+            "    for a, b in zip(module.prepare_chunk_indices_static(**call), find(**call), strict=True):\n"
+            "        torch.testing.assert_close(a, b)\n"
+            "    return row[2], None\n"
+            "kda.chunk_kda = layer\n"
+            "row = [torch.randn(1, 74, 2, 16) for _ in range(4)] + [torch.rand(1, 74, 2)]\n"
+            "options = dict.fromkeys(('a_log', 'dt_bias', 'lower_bound', 'initial_state', 'output_final_state'))\n"
+            "for lengths in ([4, 70], [65, 9]):\n"
+            "    boundaries = SequenceBoundaries.from_lengths(lengths)\n"
+            "    for _ in range(3):\n"
+            "        fla.kimi_delta_rule(*row, **options, boundaries=boundaries)\n"
+            "print(len(searches))\n"
+            "for _ in range(2):\n"
+            "    kda.chunk_kda(*row, cu_seqlens=boundaries.cu_seqlens)\n"
+            "print(len(searches))\n"
+        )
+        self.assertEqual(result.stdout.splitlines()[-2:], ["2", "4"], result.stderr[-3000:])
+
     @pytest.mark.slow
     def test_register_after_the_import(self):
         """flash-linear-attention registers its own models under types of Transformers (mamba, mamba2)."""

@@ -5,7 +5,7 @@ from common.fused import relative
 from mixins.triton import InterpretedKernelsTest, bad_input_tests
 from parameterized import parameterized
 
-from transformers_packed.ops.streams import add_to_streams, mix_streams
+from transformers_packed.ops.streams import add_to_streams, mix_streams, stream_gates
 
 
 def normal(*shape, dtype=torch.float32):
@@ -28,6 +28,17 @@ class StreamsTest(InterpretedKernelsTest):
                 self.assertEqual((a.dtype, a.shape), (b.dtype, b.shape))
                 self.assertLess(relative(a, b), 1e-2)
 
+    def test_gates_without_factors(self):
+        """As before the head, which adds nothing to the streams."""
+        found = []
+        for impl in ("triton", "reference"):
+            low = normal(1, 5, 33).requires_grad_()
+            output, factors = stream_gates(low, None, 4, impl=impl)
+            self.assertIsNone(factors)
+            found.append([output, *torch.autograd.grad(output.sum(), low)])
+        for a, b in zip(*found, strict=True):
+            self.assertLess(relative(a, b), 1e-5)
+
 
 class StreamsBadInputTest(
     bad_input_tests(
@@ -37,6 +48,7 @@ class StreamsBadInputTest(
             ("factors", lambda: add_to_streams(normal(2, 4, 8), normal(2, 8), normal(2, 3)), "got .*3"),
         ],
         [
+            ("gates", lambda impl: stream_gates(*[normal(1, 2).double()] * 2, 2, impl=impl), "float64"),
             ("mix", lambda impl: mix_streams(*[normal(1, 2, 4).double()] * 2, impl=impl), "float64"),
             (
                 "add",

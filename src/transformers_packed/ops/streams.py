@@ -1,10 +1,47 @@
 """Residuals of several streams (hyper-connections): mix the streams to the input of a layer, and add its output to each."""
 
 import torch
+import torch.nn.functional as F
 
 from ..errors import input_error
 from .backends import triton
 from .dispatch import Implementation, always, run
+
+
+def stream_gates(
+    low: torch.Tensor, factors: torch.Tensor | None, streams: int, *, impl: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute `silu(low / streams)` and `2 * sigmoid(factors / streams)`.
+
+    A layer projects the former to the gate of [`mix_streams`]. The latter are the factors of [`add_to_streams`].
+
+    Args:
+        low (`torch.Tensor` of shape `[..., rank]`):
+            Projection of the streams, in any floating dtype.
+        factors (`torch.Tensor` of shape `[..., S]`, *optional*):
+            Projection of the streams to a value for each.
+        streams (`int`):
+            The number of streams.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (computes both in one kernel, in float32, and rounds once) or `"reference"`.
+
+    Returns:
+        `tuple`: both, in the shapes and dtypes of the inputs, and `None` without `factors`.
+
+    Raises:
+        `ValueError`: `impl` does not support the call.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops.streams import stream_gates
+    >>> stream_gates(torch.zeros(1), torch.zeros(2), 4)
+    (tensor([0.]), tensor([1., 1.]))
+
+    ```
+    """
+    return run("stream_gates", impl, GATES, low, factors, streams)
 
 
 def mix_streams(gate: torch.Tensor, streams: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
@@ -77,6 +114,20 @@ def add_to_streams(
     return run("add_to_streams", impl, ADD, streams, hidden_states, factors)
 
 
+def _gates_reference(low, factors, streams):
+    return F.silu(low / streams), None if factors is None else 2 * torch.sigmoid(factors / streams)
+
+
+def _gates_triton(low, factors, streams):
+    from .backends.triton.streams import StreamGates
+
+    return StreamGates.apply(low, factors, streams)
+
+
+def _verify_gates(low, factors, streams):
+    return triton.verify_all(*(x for x in (low, factors) if x is not None))
+
+
 def _mix_reference(gate, streams):
     return (torch.sigmoid(gate) * streams).mean(dim=-2)
 
@@ -103,6 +154,10 @@ def _verify(*tensors):
     return (width <= 16384, f"supports widths up to 16384, not {width}") if ok else (ok, reason)
 
 
+GATES = {
+    "triton": Implementation(_gates_triton, _verify_gates),
+    "reference": Implementation(_gates_reference, always),
+}
 MIX = {
     "triton": Implementation(_mix_triton, _verify),
     "reference": Implementation(_mix_reference, always),

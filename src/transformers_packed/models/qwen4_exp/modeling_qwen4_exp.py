@@ -30,7 +30,7 @@ from ...ops import (
 )
 from ...ops.contexts import with_contexts
 from ...ops.indexed_attention import Index, choose_blocks, indexed_attention, needs_index, tokens_of_blocks
-from ...ops.streams import add_to_streams, mix_streams
+from ...ops.streams import add_to_streams, mix_streams, stream_gates
 from ..experts import run_experts
 from ..family import INDEXER_UNDER_ZERO_3
 from ..inputs import PackingKwargs, without_packing
@@ -354,10 +354,11 @@ class Qwen4ExpTextGatedResidual(builtin.Qwen4ExpTextGatedResidual):
         """
         inject = [] if self.block_inject_weight is None else [self.block_inject_weight]
         normed, hyper_input = norm_of_stream(self.hc_norm, Qwen4ExpTextRMSNorm, hyper_input)
-        low, *factors = project(normed, self.input_mix_weight_down, *inject)
-        (gate,) = project(F.silu(low / self.hc_count), self.input_mix_weight_up)
+        low, *projected = project(normed, self.input_mix_weight_down, *inject)
+        low, factors = stream_gates(low, projected[0] if projected else None, self.hc_count)
+        (gate,) = project(low, self.input_mix_weight_up)
         mixed = mix_streams(*(x.unflatten(-1, (self.hc_count, self.hidden_size)) for x in (gate, normed)))
-        return (mixed, hyper_input, 2 * torch.sigmoid(factors[0] / self.hc_count)) if factors else mixed
+        return mixed if factors is None else (mixed, hyper_input, factors)
 
 
 @replaces_builtin

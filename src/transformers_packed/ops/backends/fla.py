@@ -1,6 +1,8 @@
 """flash-linear-attention: gated delta rule and convolution in Triton, which take `cu_seqlens`."""
 
-from functools import lru_cache
+from contextvars import ContextVar
+from functools import lru_cache, wraps
+from importlib import import_module
 from inspect import signature, unwrap
 
 import torch
@@ -57,8 +59,35 @@ def kimi_delta_rule(
         # The way of CUDA graphs does not wait for the GPU, and leaves out TileLang's backward. That one multiplies values of
         # the next document by zero, so NaN there would reach the end of this one.
         options |= {"cu_seqlens": boundaries.cu_seqlens, "use_graph": True}
-    # The unwrapped function is the Triton kernel. A decay with a bound allows faster products.
-    return unwrap(chunk_kda)(*call, safe_gate=lower_bound is not None, **options)
+        _find_chunks_once()
+    row = _row.set(boundaries)
+    try:
+        # The unwrapped function is the Triton kernel. A decay with a bound allows faster products.
+        return unwrap(chunk_kda)(*call, safe_gate=lower_bound is not None, **options)
+    finally:
+        _row.reset(row)
+
+
+# The row that `chunk_kda` computes.
+_row: ContextVar[SequenceBoundaries | None] = ContextVar("row", default=None)
+
+
+@lru_cache
+def _find_chunks_once() -> None:
+    """Let `chunk_kda` find the chunks of a row once. The way of CUDA graphs takes 18 kernels for it in each layer."""
+    module = import_module("fla.ops.kda.chunk")
+    find = getattr(module, "prepare_chunk_indices_static", None)
+    if find is None:
+        return
+
+    @wraps(find)
+    def find_once(cu_seqlens, chunk_size, nt_max):
+        call, row = {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, "nt_max": nt_max}, _row.get()
+        if row is None or cu_seqlens is not row.cu_seqlens:
+            return find(**call)
+        return row.derived(f"fla {chunk_size=} {nt_max=}", lambda: find(**call))
+
+    vars(module)["prepare_chunk_indices_static"] = find_once
 
 
 def verify_kimi_delta_rule(query, key, value, g, beta, *, lower_bound=None, boundaries=None, **options):

@@ -1,6 +1,6 @@
-"""Residuals of several streams: their gated mean, and the sum of each with a multiple of a row.
+"""Residuals of several streams: their gates, their gated mean, and the sum of each with a multiple of a row.
 
-A program computes a token: `S` rows of the streams and one row beside them, which it reads once.
+A program of the latter two computes a token: `S` rows of the streams and one row beside them, which it reads once.
 """
 
 from functools import lru_cache
@@ -13,8 +13,41 @@ from ...autograd import first_order
 from . import ceil_div, on_its_device
 
 
-# Columns per program of the mean.
+# Columns per program of the mean, and elements per program of the gates.
 _BLOCK = 1024
+
+
+@triton.jit
+def _gates_forward(low_ptr, x_ptr, y_ptr, factor_ptr, lows, others, scale, BLOCK: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(lows, BLOCK)
+    if block < blocks:
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        low = tl.load(low_ptr + at, mask=at < lows, other=0.0).to(tl.float32) * scale
+        tl.store(y_ptr + at, (low * tl.sigmoid(low)).to(y_ptr.dtype.element_ty), mask=at < lows)
+    else:
+        at = (block - blocks) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < others, other=0.0).to(tl.float32) * scale
+        tl.store(factor_ptr + at, (2.0 * tl.sigmoid(x)).to(factor_ptr.dtype.element_ty), mask=at < others)
+
+
+@triton.jit
+def _gates_backward(dy_ptr, dfactor_ptr, low_ptr, x_ptr, dlow_ptr, dx_ptr, lows, others, scale, BLOCK: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(lows, BLOCK)
+    if block < blocks:
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        low = tl.load(low_ptr + at, mask=at < lows, other=0.0).to(tl.float32) * scale
+        dy = tl.load(dy_ptr + at, mask=at < lows, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(low)
+        dlow = dy * scale * sigmoid * (1.0 + low * (1.0 - sigmoid))
+        tl.store(dlow_ptr + at, dlow.to(dlow_ptr.dtype.element_ty), mask=at < lows)
+    else:
+        at = (block - blocks) * BLOCK + tl.arange(0, BLOCK)
+        sigmoid = tl.sigmoid(tl.load(x_ptr + at, mask=at < others, other=0.0).to(tl.float32) * scale)
+        dfactor = tl.load(dfactor_ptr + at, mask=at < others, other=0.0).to(tl.float32)
+        dx = dfactor * (2.0 * scale) * sigmoid * (1.0 - sigmoid)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=at < others)
 
 
 @triton.jit
@@ -80,6 +113,36 @@ def _add_backward(
 def _tile(width: int) -> dict[str, int]:
     padded = triton.next_power_of_2(width)
     return {"WIDTH": padded, "num_warps": min(max(4, padded // 512), 16)}
+
+
+class StreamGates(torch.autograd.Function):
+    """`silu(low / streams)`, and `2 * sigmoid(x / streams)` unless `x` is `None`, in one kernel."""
+
+    @staticmethod
+    @on_its_device
+    def forward(ctx, low, x, streams):
+        low, x = low.contiguous(), None if x is None else x.contiguous()
+        ctx.save_for_backward(low, x)
+        ctx.streams = streams
+        y, factor = torch.empty_like(low), None if x is None else torch.empty_like(x)
+        _launch_gates(_gates_forward, (low, x, y, factor), low, x, streams)
+        return y, factor
+
+    @staticmethod
+    @first_order()
+    def backward(ctx, dy, dfactor):
+        low, x = ctx.saved_tensors
+        dy, dlow = dy.contiguous(), torch.empty_like(low)
+        dfactor, dx = (None, None) if x is None else (dfactor.contiguous(), torch.empty_like(x))
+        _launch_gates(_gates_backward, (dy, dfactor, low, x, dlow, dx), low, x, ctx.streams)
+        return dlow, dx, None
+
+
+def _launch_gates(kernel, tensors, low, x, streams):
+    """Run a kernel for blocks of `low`, and then for those of `x`, if there are any."""
+    sizes = low.numel(), 0 if x is None else x.numel()
+    if blocks := sum(ceil_div(size, _BLOCK) for size in sizes):
+        kernel[(blocks,)](*(low if tensor is None else tensor for tensor in tensors), *sizes, 1 / streams, _BLOCK)
 
 
 class MixStreams(torch.autograd.Function):
