@@ -103,10 +103,10 @@ def boundaries_of(tokens: int, device: torch.device) -> SequenceBoundaries | Non
     return SequenceBoundaries.from_lengths(lengths[::-1], device=device) if tokens else None
 
 
-def _convolved(impl, x, weight, *, key_heads, dim):
+def _convolved(impl, x, weight, *, key_heads, dim, value_dim=None):
     # Only a batch of one row can be packed.
     boundaries = boundaries_of(x.shape[1], x.device) if len(x) == 1 else None
-    options = {"key_heads": key_heads, "key_dim": dim, "value_dim": dim, "boundaries": boundaries}
+    options = {"key_heads": key_heads, "key_dim": dim, "value_dim": value_dim or dim, "boundaries": boundaries}
     return causal_conv1d_qkv(x, weight, **options, impl=impl)
 
 
@@ -411,6 +411,23 @@ CASES = [
         per_token=1,
         small=[{"heads": 4, "dim": 16}, {"heads": 3, "dim": 16, "width": 3}, {"heads": 3, "dim": 32, "width": 2}],
         released=[],
+    ),
+    Case(
+        "causal_conv1d_qkv",
+        partial(_convolved, key_heads=1, dim=24, value_dim=48),
+        _make_convolved,
+        per_token=1,
+        small=[{"heads": 6, "dim": 24}, {"heads": 4, "dim": 24, "width": 2}],
+        released=[],
+    ),
+    # OLMo-Hybrid.
+    Case(
+        "causal_conv1d_qkv",
+        partial(_convolved, key_heads=30, dim=96, value_dim=192),
+        _make_convolved,
+        per_token=1,
+        small=[],
+        released=[{"heads": 120, "dim": 96}],
     ),
     Case(
         "causal_conv1d_qkv",

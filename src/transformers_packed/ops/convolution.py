@@ -214,11 +214,13 @@ def triton_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, v
     else:
         check_row(hidden_states, boundaries, "hidden_states", "D")
         position = boundaries.derived("positions", lambda: boundaries.position_ids[0].to(torch.int32))
-    value_heads = channels // value_dim - 2 * key_heads
-    results = CausalConv1dQKV.apply(
+    # The kernel has values of as many heads as their channels fill.
+    value_heads = channels // key_dim - 2 * key_heads
+    *keys, value = CausalConv1dQKV.apply(
         hidden_states.flatten(0, 1), weight, position, key_heads, value_heads, key_dim, 1e-6, *(halo or ())
     )
-    return tuple(x.unflatten(0, (rows, length)) for x in results)
+    query, key = (x.unflatten(0, (rows, length)) for x in keys)
+    return query, key, value.view(rows, length, value_heads * key_dim // value_dim, value_dim)
 
 
 def slots_of(boundaries: SequenceBoundaries, documents: Sequence[int], width: int) -> torch.Tensor:
@@ -241,13 +243,16 @@ def verify_triton_qkv(hidden_states, weight, bias, activation, *, key_dim, value
     if weight.shape[1] > 4:
         return False, f"supports windows of up to 4 tokens, not {weight.shape[1]}"
     if not takes_heads(key_dim, value_dim):
-        return False, f"needs equal head dimensions, a power of two from 16 to 256, not {key_dim} and {value_dim}"
+        return (
+            False,
+            f"needs keys of 16 to 256 channels and values of a multiple of them, not {key_dim} and {value_dim}",
+        )
     return triton.verify(hidden_states)
 
 
 def takes_heads(key_dim: int, value_dim: int) -> bool:
     """Whether the kernel takes heads of these sizes."""
-    return key_dim == value_dim and not key_dim & (key_dim - 1) and 16 <= key_dim <= 256
+    return 16 <= key_dim <= 256 and value_dim % key_dim == 0
 
 
 QUERY_KEY_VALUE = {

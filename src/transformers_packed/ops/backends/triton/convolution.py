@@ -8,7 +8,8 @@ These are SiLU, the split into queries, keys and values, and the normalization o
 Each program computes the channels of one head for several runs of tokens. It processes the runs token by token, with a
 window of up to four tokens in registers. The forward therefore reads `x` and writes the three results about once. The
 backward reads `x` and the three gradients and writes the gradient of `x` about once. The position of each token in its
-document marks the document's start: shift `s` is inside the document if the position is at least `s`.
+document marks the document's start: shift `s` is inside the document if the position is at least `s`. Nothing connects
+the channels of a value, so the values are divided into heads of the size of a key.
 
 The windows of a document's first tokens may include earlier tokens that are elsewhere, a halo of `W - 1` tokens: in a
 part of a row, tokens before the part, and in a row with shared prompts, those of a prompt. Each of the first `W - 1`
@@ -30,18 +31,28 @@ _TOKENS = 64
 
 
 @triton.jit
-def _tap(weight_ptr, column, SHIFT: tl.constexpr, W: tl.constexpr):
-    """Load the weight `[1, channels]` of the token `SHIFT` positions earlier; 0 outside of the window."""
-    if SHIFT < W:
-        return tl.load(weight_ptr + column * W + (W - 1 - SHIFT)).to(tl.float32)[None, :]
+def _in_head(runs, DIM: tl.constexpr, LANES: tl.constexpr):
+    """Return the mask of these runs, without the lanes after the channels of a head."""
+    if DIM == LANES:
+        return runs[:, None]
     else:
-        return tl.zeros((1, column.shape[0]), tl.float32)
+        return runs[:, None] & (tl.arange(0, LANES) < DIM)[None, :]
 
 
 @triton.jit
-def _row(x_ptr, stride, column, token, length):
+def _tap(weight_ptr, column, SHIFT: tl.constexpr, W: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr):
+    """Load the weight `[1, channels]` of the token `SHIFT` positions earlier; 0 outside of the window."""
+    if SHIFT < W:
+        inside = tl.arange(0, LANES) < DIM
+        return tl.load(weight_ptr + column * W + (W - 1 - SHIFT), mask=inside, other=0.0).to(tl.float32)[None, :]
+    else:
+        return tl.zeros((1, LANES), tl.float32)
+
+
+@triton.jit
+def _row(x_ptr, stride, column, token, length, DIM: tl.constexpr, LANES: tl.constexpr):
     """Load one token `[runs, channels]` of each run; 0 outside of the row."""
-    inside = ((token >= 0) & (token < length))[:, None]
+    inside = _in_head((token >= 0) & (token < length), DIM, LANES)
     return tl.load(x_ptr + token[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
@@ -52,10 +63,12 @@ def _slot(slot_ptr, token, length):
 
 
 @triton.jit
-def _earlier(x, halo_ptr, column, slot, channels, SHIFT: tl.constexpr, W: tl.constexpr):
+def _earlier(
+    x, halo_ptr, column, slot, channels, SHIFT: tl.constexpr, W: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr
+):
     """Return the token `SHIFT` positions earlier: from the halo if it is there, else `x`."""
     index = slot % (W - 1)
-    inside = ((slot >= 0) & (index < SHIFT) & (SHIFT < W))[:, None]
+    inside = _in_head((slot >= 0) & (index < SHIFT) & (SHIFT < W), DIM, LANES)
     at = (slot + (W - 1 - SHIFT))[:, None] * channels + column[None, :]
     return tl.where(inside, tl.load(halo_ptr + at, mask=inside, other=0.0).to(tl.float32), x)
 
@@ -67,7 +80,10 @@ def _reaches(x, position, SHIFT: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _part(head, q_ptr, k_ptr, v_ptr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr):
+def _part(
+    head, q_ptr, k_ptr, v_ptr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """Return the tensor that holds a head, the stride of tokens in it, and the columns of the head."""
     if head < KEY_HEADS:
         pointer = q_ptr
@@ -79,44 +95,44 @@ def _part(head, q_ptr, k_ptr, v_ptr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.co
         pointer = v_ptr
         first = head - 2 * KEY_HEADS
     stride = tl.where(head < 2 * KEY_HEADS, KEY_HEADS * DIM, VALUE_HEADS * DIM)
-    return pointer, stride, first * DIM + tl.arange(0, DIM)
+    return pointer, stride, first * DIM + tl.arange(0, LANES)
 
 
 @triton.jit(do_not_specialize=["length"])
 def _convolution_forward(
     x_ptr, stride, weight_ptr, position_ptr, slot_ptr, halo_ptr, q_ptr, k_ptr, v_ptr, length, eps,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, RUNS: tl.constexpr,
-    TOKENS: tl.constexpr, HALO: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr,
+    RUNS: tl.constexpr, TOKENS: tl.constexpr, HALO: tl.constexpr,
 ):  # fmt: skip
     # A grid with one dimension, because the others are limited to 65,535. Heads vary fastest.
     heads: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
     head = tl.program_id(0) % heads
-    column = head * DIM + tl.arange(0, DIM)
-    y_ptr, y_stride, y_column = _part(head, q_ptr, k_ptr, v_ptr, KEY_HEADS, VALUE_HEADS, DIM)
-    w0, w1 = _tap(weight_ptr, column, 0, W), _tap(weight_ptr, column, 1, W)
-    w2, w3 = _tap(weight_ptr, column, 2, W), _tap(weight_ptr, column, 3, W)
+    column = head * DIM + tl.arange(0, LANES)
+    y_ptr, y_stride, y_column = _part(head, q_ptr, k_ptr, v_ptr, KEY_HEADS, VALUE_HEADS, DIM, LANES)
+    w0, w1 = _tap(weight_ptr, column, 0, W, DIM, LANES), _tap(weight_ptr, column, 1, W, DIM, LANES)
+    w2, w3 = _tap(weight_ptr, column, 2, W, DIM, LANES), _tap(weight_ptr, column, 3, W, DIM, LANES)
     token = ((tl.program_id(0) // heads).to(tl.int64) * RUNS + tl.arange(0, RUNS)) * TOKENS
-    x1 = _row(x_ptr, stride, column, token - 1, length)
-    x2 = _row(x_ptr, stride, column, token - 2, length)
-    x3 = _row(x_ptr, stride, column, token - 3, length)
-    x0 = _row(x_ptr, stride, column, token, length)
+    x1 = _row(x_ptr, stride, column, token - 1, length, DIM, LANES)
+    x2 = _row(x_ptr, stride, column, token - 2, length, DIM, LANES)
+    x3 = _row(x_ptr, stride, column, token - 3, length, DIM, LANES)
+    x0 = _row(x_ptr, stride, column, token, length, DIM, LANES)
     position = tl.load(position_ptr + token, mask=token < length, other=-1)
     for _ in range(TOKENS):
         # Prefetch the inputs of the next token while this one is computed.
-        next_x = _row(x_ptr, stride, column, token + 1, length)
+        next_x = _row(x_ptr, stride, column, token + 1, length, DIM, LANES)
         next_position = tl.load(position_ptr + token + 1, mask=token + 1 < length, other=-1)
         if HALO:
             slot = _slot(slot_ptr, token, length)
-            x1 = _earlier(x1, halo_ptr, column, slot, heads * DIM, 1, W)
-            x2 = _earlier(x2, halo_ptr, column, slot, heads * DIM, 2, W)
-            x3 = _earlier(x3, halo_ptr, column, slot, heads * DIM, 3, W)
+            x1 = _earlier(x1, halo_ptr, column, slot, heads * DIM, 1, W, DIM, LANES)
+            x2 = _earlier(x2, halo_ptr, column, slot, heads * DIM, 2, W, DIM, LANES)
+            x3 = _earlier(x3, halo_ptr, column, slot, heads * DIM, 3, W, DIM, LANES)
         a = w0 * x0 + w1 * _reaches(x1, position, 1, W)
         a += w2 * _reaches(x2, position, 2, W) + w3 * _reaches(x3, position, 3, W)
         y = a * tl.sigmoid(a)
         if head < 2 * KEY_HEADS:
             y *= tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
         at = token[:, None] * y_stride + y_column[None, :]
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(token < length)[:, None])
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=_in_head(token < length, DIM, LANES))
         x3 = x2
         x2 = x1
         x1 = x0
@@ -129,18 +145,18 @@ def _convolution_forward(
 def _convolution_backward(
     x_ptr, stride, weight_ptr, position_ptr, slot_ptr, halo_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dweight_ptr, dhalo_ptr,
     length, eps,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, RUNS: tl.constexpr,
-    TOKENS: tl.constexpr, HALO: tl.constexpr, TRAINED: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr,
+    RUNS: tl.constexpr, TOKENS: tl.constexpr, HALO: tl.constexpr, TRAINED: tl.constexpr,
 ):  # fmt: skip
     heads: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
     head = tl.program_id(0) % heads
     program = tl.program_id(0) // heads
-    column = head * DIM + tl.arange(0, DIM)
+    column = head * DIM + tl.arange(0, LANES)
     channels = heads * DIM
-    dy_ptr, dy_stride, dy_column = _part(head, dq_ptr, dk_ptr, dv_ptr, KEY_HEADS, VALUE_HEADS, DIM)
-    w0, w1 = _tap(weight_ptr, column, 0, W), _tap(weight_ptr, column, 1, W)
-    w2, w3 = _tap(weight_ptr, column, 2, W), _tap(weight_ptr, column, 3, W)
-    zeros = tl.zeros((RUNS, DIM), tl.float32)
+    dy_ptr, dy_stride, dy_column = _part(head, dq_ptr, dk_ptr, dv_ptr, KEY_HEADS, VALUE_HEADS, DIM, LANES)
+    w0, w1 = _tap(weight_ptr, column, 0, W, DIM, LANES), _tap(weight_ptr, column, 1, W, DIM, LANES)
+    w2, w3 = _tap(weight_ptr, column, 2, W, DIM, LANES), _tap(weight_ptr, column, 3, W, DIM, LANES)
+    zeros = tl.zeros((RUNS, LANES), tl.float32)
     dw0 = zeros
     dw1 = zeros
     dw2 = zeros
@@ -151,24 +167,24 @@ def _convolution_backward(
     dx0 = zeros
     dx1 = zeros
     dx2 = zeros
-    x0 = _row(x_ptr, stride, column, token, length)
-    x1 = _row(x_ptr, stride, column, token - 1, length)
-    x2 = _row(x_ptr, stride, column, token - 2, length)
-    x3 = _row(x_ptr, stride, column, token - 3, length)
-    dy = _row(dy_ptr, dy_stride, dy_column, token, length)
+    x0 = _row(x_ptr, stride, column, token, length, DIM, LANES)
+    x1 = _row(x_ptr, stride, column, token - 1, length, DIM, LANES)
+    x2 = _row(x_ptr, stride, column, token - 2, length, DIM, LANES)
+    x3 = _row(x_ptr, stride, column, token - 3, length, DIM, LANES)
+    dy = _row(dy_ptr, dy_stride, dy_column, token, length, DIM, LANES)
     position = tl.load(position_ptr + token, mask=token < length, other=-1)
     for step in range(TOKENS + 3):
-        next_x = _row(x_ptr, stride, column, token - 4, length)
-        next_dy = _row(dy_ptr, dy_stride, dy_column, token - 1, length)
+        next_x = _row(x_ptr, stride, column, token - 4, length, DIM, LANES)
+        next_dy = _row(dy_ptr, dy_stride, dy_column, token - 1, length, DIM, LANES)
         next_position = tl.load(position_ptr + token - 1, mask=(token >= 1) & (token - 1 < length), other=-1)
         seen1 = x1
         seen2 = x2
         seen3 = x3
         if HALO:
             slot = _slot(slot_ptr, token, length)
-            seen1 = _earlier(x1, halo_ptr, column, slot, channels, 1, W)
-            seen2 = _earlier(x2, halo_ptr, column, slot, channels, 2, W)
-            seen3 = _earlier(x3, halo_ptr, column, slot, channels, 3, W)
+            seen1 = _earlier(x1, halo_ptr, column, slot, channels, 1, W, DIM, LANES)
+            seen2 = _earlier(x2, halo_ptr, column, slot, channels, 2, W, DIM, LANES)
+            seen3 = _earlier(x3, halo_ptr, column, slot, channels, 3, W, DIM, LANES)
         seen1 = _reaches(seen1, position, 1, W)
         seen2 = _reaches(seen2, position, 2, W)
         seen3 = _reaches(seen3, position, 3, W)
@@ -191,17 +207,18 @@ def _convolution_backward(
                 dw2 += da * seen2
                 dw3 += da * seen3
             at = token[:, None] * channels + column[None, :]
-            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=(token < length)[:, None])
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=_in_head(token < length, DIM, LANES))
         if HALO:
             # Before the first token of such a document, the partial sums of dx are complete and belong to the halo.
             starts = ((slot >= 0) & (slot % (W - 1) == 0))[:, None]
             if step >= 3:
                 at = dhalo_ptr + (slot + (W - 2))[:, None] * channels + column[None, :]
-                tl.store(at, dx0.to(dhalo_ptr.dtype.element_ty), mask=starts)
+                kept = _in_head((slot >= 0) & (slot % (W - 1) == 0), DIM, LANES)
+                tl.store(at, dx0.to(dhalo_ptr.dtype.element_ty), mask=kept)
                 if W > 2:
-                    tl.store(at - channels, dx1.to(dhalo_ptr.dtype.element_ty), mask=starts)
+                    tl.store(at - channels, dx1.to(dhalo_ptr.dtype.element_ty), mask=kept)
                 if W > 3:
-                    tl.store(at - 2 * channels, dx2.to(dhalo_ptr.dtype.element_ty), mask=starts)
+                    tl.store(at - 2 * channels, dx2.to(dhalo_ptr.dtype.element_ty), mask=kept)
             dx0 = tl.where(starts, 0.0, dx0)
             dx1 = tl.where(starts, 0.0, dx1)
             dx2 = tl.where(starts, 0.0, dx2)
@@ -214,13 +231,14 @@ def _convolution_backward(
         token -= 1
     if TRAINED:
         at = dweight_ptr + (program.to(tl.int64) * channels + column) * W + (W - 1)
-        tl.store(at, tl.sum(dw0, 0))
+        inside = tl.arange(0, LANES) < DIM
+        tl.store(at, tl.sum(dw0, 0), mask=inside)
         if W > 1:
-            tl.store(at - 1, tl.sum(dw1, 0))
+            tl.store(at - 1, tl.sum(dw1, 0), mask=inside)
         if W > 2:
-            tl.store(at - 2, tl.sum(dw2, 0))
+            tl.store(at - 2, tl.sum(dw2, 0), mask=inside)
         if W > 3:
-            tl.store(at - 3, tl.sum(dw3, 0))
+            tl.store(at - 3, tl.sum(dw3, 0), mask=inside)
 
 
 class CausalConv1dQKV(torch.autograd.Function):
@@ -242,7 +260,8 @@ class CausalConv1dQKV(torch.autograd.Function):
         q, k = (x.new_empty(length, key_heads, dim) for _ in range(2))
         v = x.new_empty(length, value_heads, dim)
         ctx.save_for_backward(x, weight, position, slot, halo)
-        ctx.sizes = key_heads, value_heads, dim, weight.shape[1], _RUNS, _TOKENS, halo is not None
+        lanes = triton.next_power_of_2(dim)
+        ctx.sizes = key_heads, value_heads, dim, lanes, weight.shape[1], _RUNS, _TOKENS, halo is not None
         ctx.eps = eps
         grid = ((2 * key_heads + value_heads) * ceil_div(length, _RUNS * _TOKENS),)
         _convolution_forward[grid](
@@ -255,7 +274,7 @@ class CausalConv1dQKV(torch.autograd.Function):
     def backward(ctx, dq, dk, dv):
         x, weight, position, slot, halo = ctx.saved_tensors
         dq, dk, dv = (gradient.contiguous() for gradient in (dq, dk, dv))
-        key_heads, value_heads, _, _, runs, tokens, _ = ctx.sizes
+        key_heads, value_heads, _, _, _, runs, tokens, _ = ctx.sizes
         dx = x.new_empty(x.shape)
         dhalo = None if halo is None else torch.empty_like(halo)
         length = x.shape[0]
