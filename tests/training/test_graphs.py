@@ -378,6 +378,7 @@ class TrainerTest(GivenGpuTest):
             ("batch size", "padding_free", {"auto_find_batch_size": True}, "got auto_find_batch_size=True"),
             ("shared rows", "padding_free", {"shared": True}, "got rows that several processes share"),
             ("stream", "padding_free", {"stream": True}, "rows of known length .* got a stream of samples"),
+            ("trees", "padding_free", {"trees": True}, "got trees or groups, whose rows run without graphs"),
             ("no samples", "padding_free", {"empty": True}, "rows of known length .* got no samples"),
             ("family", "auto", {"model": LlamaForCausalLM(LlamaConfig(**TINY))}, "got a LlamaForCausalLM"),
         ]
@@ -392,6 +393,10 @@ class TrainerTest(GivenGpuTest):
         if "stream" in options:
             trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
             trainer.accelerator.dataloader_config.dispatch_batches = False
+        if "trees" in options:
+            leaf = {"input_ids": [1, 2], "labels": [1, 2]}
+            trainer.train_dataset = [{**leaf, "turns": [leaf, leaf]}] * 4
+            trainer.args.remove_unused_columns = False
         if "empty" in options:
             trainer.train_dataset = None
         before = list(trainer.callback_handler.callbacks), trainer.data_collator, type(trainer.model)

@@ -115,6 +115,8 @@ def state(trainer):
 def refusals():
     """Return for each set-up and mode the error, whether nothing changed, and what was printed."""
     preferences = DPOConfig(tempfile.mkdtemp(), use_cpu=True, report_to="none", bf16=False, ddp_backend="gloo")
+    leaf = {"input_ids": [1, 2], "labels": [1, 2]}
+    trees = [{**leaf, "turns": [leaf, leaf]}] * 4
     pairs = Dataset.from_list([{"prompt": "q", "chosen": "yes", "rejected": "no"}] * 4)
 
     def dpo():
@@ -138,6 +140,8 @@ def refusals():
         "batch_rebalance": lambda: changed(train_sampling_strategy="batch_rebalance"),
         "a stream": lambda: changed(train_dataset=Stream()),
         "a stream for evaluation": lambda: changed(eval_dataset={"one": Stream()}),
+        "trees": lambda: changed(train_dataset=trees, remove_unused_columns=False),
+        "trees for evaluation": lambda: changed(eval_dataset={"one": trees}, remove_unused_columns=False),
         "label_smoothing_factor": lambda: build("trainer", 2, 2, label_smoothing_factor=0.1),
         "compute_loss_func": lambda: changed(compute_loss_func=lambda *args, **kwargs: None),
         "compute_metrics": lambda: changed(compute_metrics=lambda prediction: {}),
@@ -335,6 +339,8 @@ class StockTrainersTest(unittest.TestCase):
             ("batch_rebalance", "a sampler that distributes them itself"),
             ("a stream", "a stream, from which each process would read different samples"),
             ("a stream for evaluation", "a stream, from which each process would read different samples"),
+            ("trees", "samples of one document each, got trees or groups"),
+            ("trees for evaluation", "samples of one document each, got trees or groups"),
             ("label_smoothing_factor", "got label_smoothing_factor"),
             ("compute_loss_func", "got compute_loss_func"),
             ("compute_metrics", "got compute_metrics"),

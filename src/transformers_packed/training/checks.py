@@ -18,7 +18,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import find_unusable
-from ..data.documents import first_sample, is_packed
+from ..data.documents import first_sample, is_packed, starts_with_a_tree
 from ..data.samples import ANSWERS, PREFIX, TOKEN_TYPES, TURNS, VISION_COLUMNS, is_tree
 from ..errors import input_error
 from ..models.adapters import adapter_per_row
@@ -378,6 +378,7 @@ def excludes_graphs(trainer: Trainer) -> str | None:
         (trainer.is_deepspeed_enabled, "DeepSpeed, which gathers weights in each step"),
         (sharded, "weights that several processes share"),
         (shared, "rows that several processes share"),
+        (starts_with_a_tree(trainer.train_dataset), "trees or groups, whose rows run without graphs"),
         (args.auto_find_batch_size, "auto_find_batch_size=True, which changes the length of rows"),
     )
     return next((reason for applies, reason in reasons if applies), None)

@@ -18,7 +18,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.collator import DataCollatorWithFlattening
-from ..data.documents import is_packed
+from ..data.documents import is_packed, starts_with_a_tree
 from ..data.samples import has_items
 from ..errors import input_error
 from ..models.families import sizes_of
@@ -231,14 +231,18 @@ def against_sharing(trainer: Trainer, mode: str, size: int, methods: dict[str, A
         (tensors > 1, "whole layers on each process", f"tp_size={tensors}"),
     ):
         yield from refused((is_so, expected, got, "Remove it."))
-    yield from _of_reading(trainer, mode)
-
-
-def _of_reading(trainer: Trainer, mode: str) -> Iterator[ValueError]:
-    """Reasons why the processes of a group would read different rows."""
     given = trainer.eval_dataset
-    datasets = [trainer.train_dataset, *(given.values() if isinstance(given, dict) else [given])]
-    if any(dataset is not None and not has_items(dataset) for dataset in datasets):
+    every = [trainer.train_dataset, *(given.values() if isinstance(given, dict) else [given])]
+    datasets = [dataset for dataset in every if dataset is not None]
+    trees = any(starts_with_a_tree(dataset) for dataset in datasets)
+    got, fix = "trees or groups, which processes cannot share", "Leave out sequence_parallel_size."
+    yield from refused((trees, "samples of one document each", got, fix))
+    yield from _of_reading(trainer, datasets, mode)
+
+
+def _of_reading(trainer: Trainer, datasets: list[Any], mode: str) -> Iterator[ValueError]:
+    """Reasons why the processes of a group would read different rows."""
+    if not all(has_items(dataset) for dataset in datasets):
         yield _of_stream()
     plans = mode == "pack" and not is_packed(trainer.train_dataset)
     if not plans and getattr(trainer.args, "train_sampling_strategy", "random") == "batch_rebalance":
