@@ -249,15 +249,25 @@ class ReasonsTest(ConfigureTestCase):
         self.check(self.trainer(dataset=[{"text": "x"}] * 6), "samples without input_ids: columns")
         self.check(self.trainer(dataset=[{"input_ids": [1, 2]}] * 6), "samples without labels")
         rows = pack_dataset(Dataset.from_list(Samples(12).rows), 128)
-        group = {"prefix": [1, 2], "answers": [{"input_ids": [3], "labels": [3]}]}
-        tree = {"input_ids": [1], "labels": [1], "turns": [{"input_ids": [2], "labels": [2]}] * 2}
-        for dataset, name in ((rows, "seq_lengths"), ([group] * 6, "answers"), ([tree] * 6, "turns")):
-            # In every mode, because the Trainer alone would train on other samples.
-            for mode in ("auto", "padding_free", True, False):
-                with self.assertRaisesRegex(
-                    ValueError, f"remove_unused_columns=True, which removes the column {name}"
-                ):
-                    configure_packing(self.trainer(dataset=dataset), mode, 8 if mode is True else None)
+        turns = [{"input_ids": [3, 4], "labels": [-100, 4]}] * 2
+        group, tree = {"prefix": [1, 2], "answers": turns}, {"input_ids": [1, 2], "labels": [1, 2], "turns": turns}
+        flat = {"input_ids": [1, 2], "labels": [1, 2]}
+        message = "remove_unused_columns=True, which removes the column"
+        for dataset, name in ((rows, "seq_lengths"), ([group] * 6, "answers"), ([flat, tree] * 3, "turns")):
+            # A table has the columns of its first sample.
+            table = Dataset.from_list(list(dataset)[::-1]).select(range(len(dataset))[::-1])
+            for samples in (dataset, table):
+                # In every mode, because the Trainer alone would train on other samples. It keeps those of planned rows.
+                for mode in ("auto", "padding_free", False, *([True] if name == "seq_lengths" else [])):
+                    with self.assertRaisesRegex(ValueError, f"{message} {name}"):
+                        configure_packing(self.trainer(dataset=samples), mode, 128 if mode is True else None)
+        for samples in ([flat, tree] * 3, [group] * 6):
+            trainer = configure_packing(self.trainer(dataset=samples), True, 8)
+            self.assertTrue(any("parent_of" in batch for batch in trainer.get_train_dataloader()))
+            trainer = self.trainer(dataset=samples)
+            trainer.eval_dataset = {"one": samples}
+            with self.assertRaisesRegex(ValueError, message):
+                configure_packing(trainer, True, 8)
 
     @parameterized.expand([("missing", None), ("numbered mask", [1, 1, 2])])
     def test_a_sample_that_cannot_be_used(self, _, wrong):

@@ -23,16 +23,19 @@ from .planning.plan import PackingPlan
 from .planning.planner import plan_packing
 from .planning.rows import offsets_of, ranges
 from .samples import (
+    ANSWERS,
     MASK,
+    TURNS,
     check_sample,
     cut_sample,
     documents_of,
     has_items,
     is_tree,
     refuse_tree,
+    some_samples,
     spread,
 )
-from .tables import columns_of, is_list, list_lengths, padded_lengths, suspects, table_lengths
+from .tables import columns_of, is_list, list_lengths, padded_lengths, suspects, table_lengths, with_lists
 from .trees import as_packed, nodes_of, tokens_in
 
 
@@ -391,6 +394,24 @@ def find_unusable(dataset: Any) -> tuple[int, str] | None:
         if error is not None:
             return number, str(error)
     return None
+
+
+def find_tree(dataset: Any) -> Mapping[str, Any] | None:
+    """Find a tree or a group among the samples of a dataset or of its rows. `None` if none is found.
+
+    Checks all samples of a list and of a table. Of other datasets, checks some evenly spaced samples, and of a stream that
+    reading consumes none.
+    """
+    dataset = dataset.dataset if isinstance(dataset, PackingDataset) else dataset
+    columns = columns_of(dataset)
+    samples = dataset if isinstance(dataset, list | tuple) else some_samples(dataset, _PROBED) or ()
+    if columns is not None:
+        # All lists in a column of a table have the same type.
+        numbers = chain.from_iterable(
+            with_lists(dataset, columns[name])[:1] for name in (TURNS, ANSWERS) if name in columns
+        )
+        samples = (dataset[number] for number in numbers)
+    return next((sample for element in samples for sample in documents_of(element) if is_tree(sample)), None)
 
 
 def _error_of(dataset: Any, number: int, longest: int | None = None) -> ValueError | None:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ..boundaries import SequenceBoundaries
 from .collator import DataCollatorWithFlattening
 from .dataset import PackingDataset
-from .samples import IGNORED_LABEL, documents_of, has_items, is_tree, some_samples
+from .samples import IGNORED_LABEL, documents_of, has_items, some_samples
 from .streaming import IterablePackingDataset
 
 
@@ -31,12 +31,6 @@ def first_sample(dataset: Any) -> Mapping[str, Any] | None:
     if isinstance(dataset, PackingDataset):
         dataset = dataset.dataset
     return next(iter(some_samples(dataset, 1) or ()), None)
-
-
-def starts_with_a_tree(dataset: Any) -> bool:
-    """Whether the first sample is a tree or a group, as far as it can be read."""
-    sample = first_sample(dataset)
-    return isinstance(sample, Mapping) and is_tree(sample)
 
 
 def unpacked(dataset: Any) -> Any:

@@ -79,6 +79,11 @@ def _holds_numbers(column: Any) -> bool:
     return is_list(column) and any(is_kind(column.type.value_type) for is_kind in kinds)
 
 
+def with_lists(dataset: Any, column: Any) -> list[int]:
+    """The numbers of the samples in a table that have a list of one item or more in this column."""
+    return np.flatnonzero(_of_samples(dataset, list_lengths(column)) > 0).tolist() if is_list(column) else []
+
+
 def _holds_turns(column: Any) -> bool:
     """Whether samples with this column `turns` are trees (`is_tree`)."""
     import pyarrow as pa

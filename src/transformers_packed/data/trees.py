@@ -105,6 +105,7 @@ def tokens_in(sample: Mapping[str, Any], index: int | None = None, longest: int 
         if len(tokens):
             # The collator refuses one label per sample.
             columns[number] = {"input_ids": tokens, "labels": [*(tokens if is_number(labels) else as_list(labels))]}
+    _check_tokens(columns, parents, place(index))
     if isinstance(parents[0], tuple) and 0 in columns:
         columns[0]["labels"][0] = columns[0]["input_ids"][0]
     documents, _ = row_of(columns, parents)
@@ -190,11 +191,9 @@ def _trees(samples: Mapping[int, Sample], parents: list[Parent]) -> list[Node]:
     """Return the first nodes of all trees."""
     roots: list[Node] = []
     found: dict[Parent, Node] = {}
+    _check_tokens(samples, parents)
     for number, parent in enumerate(parents):
         if number not in samples:
-            if parent is not None or number in parents:
-                fix = "Leave the node out."
-                raise input_error("at least one token in each node of a tree", f"none in sample {number}", fix)
             continue
         columns = {"labels": samples[number]["input_ids"], **samples[number]}
         found[number] = Node({name: list(column) for name, column in columns.items()})
@@ -204,6 +203,13 @@ def _trees(samples: Mapping[int, Sample], parents: list[Parent]) -> list[Node]:
         siblings = roots if parent is None else found[parent].turns
         siblings.append(found[number])
     return roots
+
+
+def _check_tokens(samples: Mapping[int, Sample], parents: list[Parent], where: str | None = None) -> None:
+    for number, parent in enumerate(parents):
+        if number not in samples and (parent is not None or number in parents):
+            got = f"none in {where or f'sample {number}'}"
+            raise input_error("at least one token in each node of a tree", got, "Leave the node out.")
 
 
 def _unlabelled(tokens: list[int], names: Iterable[str]) -> Sample:

@@ -29,18 +29,21 @@ def stream_gates(
         `tuple`: both, in the shapes and dtypes of the inputs, and `None` without `factors`.
 
     Raises:
-        `ValueError`: `impl` does not support the call.
+        `ValueError`: the shapes do not match, or `impl` does not support the call.
 
     Example:
 
     ```python
     >>> import torch
     >>> from transformers_packed.ops.streams import stream_gates
-    >>> stream_gates(torch.zeros(1), torch.zeros(2), 4)
+    >>> stream_gates(torch.zeros(1), torch.zeros(2), 2)
     (tensor([0.]), tensor([1., 1.]))
 
     ```
     """
+    if streams < 1 or factors is not None and factors.shape != (*low.shape[:-1], streams):
+        got = f"{tuple(low.shape)}, {None if factors is None else tuple(factors.shape)} and {streams}"
+        raise input_error("low [..., rank] and factors [..., S] for S streams", got)
     return run("stream_gates", impl, GATES, low, factors, streams)
 
 

@@ -17,9 +17,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..data.collator import DataCollatorWithFlattening
-from ..data.dataset import find_unusable
-from ..data.documents import first_sample, is_packed, starts_with_a_tree
+from ..data.dataset import PackingDataset, find_tree, find_unusable
+from ..data.documents import first_sample, is_packed
 from ..data.samples import ANSWERS, PREFIX, TOKEN_TYPES, TURNS, VISION_COLUMNS, is_tree
+from ..data.trees import nodes_of
 from ..errors import input_error
 from ..models.adapters import adapter_per_row
 from ..models.families import LANGUAGE_MODELS, families_of, family_of, titles
@@ -309,15 +310,26 @@ def _of_collator(trainer: Trainer) -> Iterator[ValueError]:
         yield input_error("a collator that only pads", got, fix)
 
 
-def against_removal(trainer: Trainer) -> Iterator[ValueError]:
-    """The rule that Trainer keeps the columns which divide rows and trees. Without them it would train on other samples."""
-    sample, name = first_sample(trainer.train_dataset), None
-    if isinstance(sample, Mapping) and ("seq_lengths" in sample or is_tree(sample)):
-        name = next(name for name in ("seq_lengths", TURNS, ANSWERS) if name in sample)
-    wrong = name and trainer.args.remove_unused_columns and not is_sft_trainer(trainer)
-    got = f"remove_unused_columns=True, which removes the column {name}"
-    fix = "Set remove_unused_columns=False."
-    yield from refused((wrong, "a Trainer that keeps the columns of rows and trees", got, fix))
+def against_removal(trainer: Trainer, mode: str) -> Iterator[ValueError]:
+    """The rule that Trainer keeps the columns which divide rows and trees. Without them it would train on other samples.
+
+    It removes no column of planned rows, which are lists of samples.
+    """
+    if not trainer.args.remove_unused_columns or is_sft_trainer(trainer):
+        return
+    given, train = trainer.eval_dataset, trainer.train_dataset
+    datasets = [*(given.values() if isinstance(given, dict) else [given])]
+    if mode != "pack" or is_packed(train):
+        datasets.append(train)
+    for dataset in datasets:
+        sample = first_sample(dataset)
+        if dataset is None or isinstance(dataset, PackingDataset) or not isinstance(sample, Mapping):
+            continue
+        sample = sample if "seq_lengths" in sample else find_tree(dataset) or {}
+        name = next((name for name in ("seq_lengths", TURNS, ANSWERS) if name in sample), None)
+        got = f"remove_unused_columns=True, which removes the column {name}"
+        fix = "Set remove_unused_columns=False."
+        yield from refused((name, "a Trainer that keeps the columns of rows and trees", got, fix))
 
 
 def _of_samples(trainer: Trainer) -> Iterator[ValueError]:
@@ -337,7 +349,7 @@ def _of_samples(trainer: Trainer) -> Iterator[ValueError]:
         fix = "Tokenize the dataset first. TRL's SFTTrainer does."
         yield input_error("a train_dataset of tokenized samples", f"samples without input_ids: {got}", fix)
     one = any(name in sample and np.ndim(sample[name]) == 0 for name in ("labels", "label", "label_ids"))
-    none = "labels" not in sample and not type(trainer.data_collator).__name__.endswith(_LABELLING)
+    none = not _is_labelled(sample) and not type(trainer.data_collator).__name__.endswith(_LABELLING)
     fix = "Add a labels column, or pass DataCollatorForLanguageModeling(tokenizer, mlm=False)."
     yield from refused(
         (one, "labels per token", "samples with one label each (sequence classification)", _PADDED),
@@ -345,6 +357,13 @@ def _of_samples(trainer: Trainer) -> Iterator[ValueError]:
     )
     if (unusable := find_unusable(trainer.train_dataset)) is not None:
         yield ValueError(unusable[1])
+
+
+def _is_labelled(sample: Mapping[str, Any]) -> bool:
+    try:
+        return all("labels" in node for node in nodes_of([sample])[0])
+    except ValueError:  # which `find_unusable` finds
+        return True
 
 
 def _of_columns(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[ValueError]:
@@ -378,7 +397,7 @@ def excludes_graphs(trainer: Trainer) -> str | None:
         (trainer.is_deepspeed_enabled, "DeepSpeed, which gathers weights in each step"),
         (sharded, "weights that several processes share"),
         (shared, "rows that several processes share"),
-        (starts_with_a_tree(trainer.train_dataset), "trees or groups, whose rows run without graphs"),
+        (find_tree(trainer.train_dataset) is not None, "trees or groups, whose rows run without graphs"),
         (args.auto_find_batch_size, "auto_find_batch_size=True, which changes the length of rows"),
     )
     return next((reason for applies, reason in reasons if applies), None)

@@ -18,7 +18,8 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.collator import DataCollatorWithFlattening
-from ..data.documents import is_packed, starts_with_a_tree
+from ..data.dataset import find_tree
+from ..data.documents import is_packed
 from ..data.samples import has_items
 from ..errors import input_error
 from ..models.families import sizes_of
@@ -234,7 +235,7 @@ def against_sharing(trainer: Trainer, mode: str, size: int, methods: dict[str, A
     given = trainer.eval_dataset
     every = [trainer.train_dataset, *(given.values() if isinstance(given, dict) else [given])]
     datasets = [dataset for dataset in every if dataset is not None]
-    trees = any(starts_with_a_tree(dataset) for dataset in datasets)
+    trees = any(find_tree(dataset) is not None for dataset in datasets)
     got, fix = "trees or groups, which processes cannot share", "Leave out sequence_parallel_size."
     yield from refused((trees, "samples of one document each", got, fix))
     yield from _of_reading(trainer, datasets, mode)

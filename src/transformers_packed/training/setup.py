@@ -206,7 +206,7 @@ def _check_options(trainer: Trainer, options: Options) -> None:
         *(against_mtp(trainer, options.mtp_loss_weight) if options.trains_mtp else ()),
     ):
         raise error
-    for error in against_removal(trainer):
+    for error in against_removal(trainer, mode):
         raise error
 
 
