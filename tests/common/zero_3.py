@@ -46,9 +46,10 @@ class Zero3:
             call.free()
             return _mapped(call.watch_output, output)
 
-        for hook, register in ((before, module.register_forward_pre_hook), (after, module.register_forward_hook)):
-            hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
-            register(hook)
+        # DeepSpeed wraps the second one for profiles.
+        before.__module__, after.__module__ = "deepspeed.runtime.zero.parameter_offload", "deepspeed.utils.nvtx"
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
         for child in () if is_leaf else module.children():
             self._register(child, leaves)
 

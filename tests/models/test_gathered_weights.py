@@ -18,12 +18,12 @@ from mixins.model import alone, packed_batch, relative_error, total_relative_err
 from mixins.patch import CONFIGS, OTHERS, builtin_model
 from parameterized import parameterized
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from transformers_packed import patch_model, per_document_logps, verify_packing
 from transformers_packed.models.mtp_head import first_choices
 from transformers_packed.models.outputs import CausalLMOutputWithoutLogits
-from transformers_packed.models.untouched import gathers_weights
+from transformers_packed.models.untouched import gathers_weights, is_sharded_linear
 
 
 INDEXED = "qwen4_exp"
@@ -153,6 +153,23 @@ class Zero3Test(unittest.TestCase):
                     compute()
                 self.assertEqual(zero.gathers, ["lm_head"])
 
+    def test_other_hooks_of_deepspeed_gather_nothing(self):
+        """Its profiler and its engine register hooks in each stage of ZeRO."""
+
+        def hook(*_):
+            pass
+
+        for module in ("deepspeed.profiling.flops_profiler.profiler", "deepspeed.runtime.engine"):
+            hook.__module__, layer = module, torch.nn.Linear(2, 2)
+            layer.register_forward_pre_hook(hook)
+            self.assertFalse(gathers_weights(layer) or is_sharded_linear(layer))
+            sharded = torch.nn.Linear(2, 2)
+            Zero3(sharded)
+            self.assertTrue(gathers_weights(sharded) and is_sharded_linear(sharded))
+            sharded.register_forward_hook(hook)
+            self.assertTrue(gathers_weights(sharded))
+            self.assertFalse(is_sharded_linear(sharded))
+
     def test_verification_is_refused(self):
         ours = patch_model(builtin_model())
         Zero3(ours)
@@ -178,6 +195,17 @@ def run_rows() -> list[float]:
 
 
 class FSDP2Test(unittest.TestCase):
+    @parameterized.expand([(1, 1), (2, 0), (0, 2), (2, 1), (1, 2)])
+    def test_a_sharded_linear_layer_has_a_hook_of_each_kind(self, before, after):
+        layer = torch.nn.Linear(2, 2)
+        # As `fully_shard` does it.
+        layer.__class__ = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})
+        for _ in range(before):
+            layer.register_forward_pre_hook(lambda *_: None)
+        for _ in range(after):
+            layer.register_forward_hook(lambda *_: None)
+        self.assertEqual(is_sharded_linear(layer), before == after == 1)
+
     def test_rows_of_processes_may_differ(self):
         losses = run_processes(run_rows, 2)
         builtin = tiny_model("falcon")

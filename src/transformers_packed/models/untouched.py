@@ -13,6 +13,8 @@ import torch
 # The attributes with a module's hooks, and torch's global hooks for all modules.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = [getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS]
+# Modules of the functions that ZeRO-3 registers as hooks. The latter has the wrapper around some of them.
+_ZERO_3 = "deepspeed.runtime.zero.", "deepspeed.utils.nvtx"
 # Types of plain parameters. FSDP1's parameters are views of type `torch.Tensor`.
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
@@ -61,7 +63,7 @@ def gathers_weights(module: torch.nn.Module) -> bool:
     All processes then have to make the same number of calls.
     """
     return any(
-        is_fsdp(part) or any(map(_is_of_deepspeed, vars(part)["_forward_pre_hooks"].values()))
+        is_fsdp(part) or any(map(_is_of_zero_3, vars(part)["_forward_pre_hooks"].values()))
         for part in module.modules()
     )
 
@@ -71,16 +73,17 @@ def is_sharded_linear(module: torch.nn.Module) -> bool:
     state = vars(module)
     if "forward" in state or state["_backward_hooks"] or state["_backward_pre_hooks"]:
         return False
-    hooks = [*state["_forward_pre_hooks"].values(), *state["_forward_hooks"].values()]
+    before, after = state["_forward_pre_hooks"], state["_forward_hooks"]
     if type(module) is torch.nn.Linear:
-        return bool(hooks) and all(map(_is_of_deepspeed, hooks))
+        hooks = [*before.values(), *after.values()]
+        return bool(hooks) and all(map(_is_of_zero_3, hooks))
     # FSDP2 derives the class from that of the layer, and registers a hook of each kind.
-    return is_fsdp(module) and torch.nn.Linear in type(module).__bases__ and len(hooks) == 2
+    return is_fsdp(module) and torch.nn.Linear in type(module).__bases__ and len(before) == len(after) == 1
 
 
-def _is_of_deepspeed(hook: Any) -> bool:
+def _is_of_zero_3(hook: Any) -> bool:
     # ZeRO-3 registers hooks on all modules but those inside of its leaf modules.
-    return (getattr(hook, "__module__", None) or "").startswith("deepspeed.")
+    return (getattr(hook, "__module__", None) or "").startswith(_ZERO_3)
 
 
 def norm_of_stream(

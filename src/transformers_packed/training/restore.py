@@ -31,8 +31,8 @@ def drop_gradients(model: torch.nn.Module) -> None:
 def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Prepare the model for training, and restore gradients, buffers, modes and random states afterwards.
 
-    Hooks that receive a complete gradient do not run meanwhile: some update its weight. A buffer that a forward replaces
-    stays replaced, because attributes such as a cached length belong to it.
+    Post-accumulate hooks of gradients do not run meanwhile: some update the weight. Other hooks of gradients run. A buffer
+    that a forward replaces stays replaced, because attributes such as a cached length belong to it.
     """
     states = random.getstate(), np.random.get_state()
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]

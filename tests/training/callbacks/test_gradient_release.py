@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback, set_seed
 
 from transformers_packed import GradientReleaseCallback, configure_packing
 from transformers_packed.models.releases import checkpointing_argument
+from transformers_packed.training.callbacks.gradient_release import end_releases
 from transformers_packed.training.checks import excludes_graphs
 from transformers_packed.training.optimizers import arguments_for, class_and_kwargs
 
@@ -36,6 +37,13 @@ class Noted(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.left.append(sum(x.grad is not None for x in model.parameters()))
+
+
+class Raises(TrainerCallback):
+    """As when memory runs out in the first step."""
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        raise MemoryError
 
 
 class GradientReleaseTest(ConfigureTestCase):
@@ -109,6 +117,46 @@ class GradientReleaseTest(ConfigureTestCase):
         for _ in range(2):
             said(trainer.train)
             self.assertFalse(any(x._post_accumulate_grad_hooks for x in trainer.model.parameters()))
+
+    def run_that_raised(self, package="stand-in", early=False):
+        """Return the Trainer of a run that raised in the first step, with its hooks on the model."""
+        self.use(package)
+        trainer = self.make(early=early)
+        trainer.add_callback(Raises())
+        with self.assertRaises(MemoryError):
+            said(trainer.train)
+        trainer.remove_callback(Raises)
+        self.assertTrue(all(x._post_accumulate_grad_hooks for x in trainer.model.parameters()))
+        return trainer
+
+    @parameterized.expand(PACKAGES)
+    def test_a_run_that_raised_updates_nothing_in_the_next_one(self, package):
+        model = self.run_that_raised(package).model
+        before = [x.detach().clone() for x in model.parameters()]
+        given = torch.optim.SGD, {"lr": 0.0}
+        said(said(configure_packing, self.trainer(model, optimizer_cls_and_kwargs=given))[1].train)
+        for old, new in zip(before, model.parameters(), strict=True):
+            self.assertFalse(new._post_accumulate_grad_hooks)
+            self.assertTrue(torch.equal(old, new))
+
+    @parameterized.expand([(package, early) for package in PACKAGES for early in (False, True)])
+    def test_a_run_that_raised_may_go_on(self, package, early):
+        """Its hooks are replaced, so that each weight is updated once a step."""
+        trainer, counts = self.run_that_raised(package, early), []
+
+        class Counted(TrainerCallback):
+            def on_step_begin(self, args, state, control, model=None, **kwargs):
+                counts.extend(len(x._post_accumulate_grad_hooks) for x in model.parameters())
+
+        trainer.add_callback(Counted())
+        said(trainer.train)
+        self.assertEqual(set(counts), {1})
+        self.assertFalse(any(x._post_accumulate_grad_hooks for x in trainer.model.parameters()))
+
+    def test_a_part_of_the_model_ends_the_run_too(self):
+        model = self.run_that_raised().model
+        end_releases(model.model.layers)
+        self.assertFalse(any(x._post_accumulate_grad_hooks for x in model.parameters()))
 
     @parameterized.expand(
         [

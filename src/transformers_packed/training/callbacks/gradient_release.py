@@ -1,9 +1,11 @@
 """Gradient release: flashoptim updates each weight in the backward, as soon as its gradient is there, and frees the gradient."""
 
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
+import torch
 import transformers
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from ...models.cuda_graphs import find_text_models
 from ..checks import refused
@@ -11,10 +13,24 @@ from ..optimizers import unwrapped
 from ..typed import Trainer
 
 
+# The run that releases the gradients of a module, and the handle of its hooks. A run that raises has no end, so they stay.
+_RELEASES: WeakKeyDictionary[torch.nn.Module, tuple[TrainerState, Any]] = WeakKeyDictionary()
+
+
+def end_releases(model: torch.nn.Module, but: TrainerState | None = None) -> None:
+    """Remove the hooks with which runs update weights of the model in the backward, except for the run of state `but`."""
+    for module in model.modules():
+        release = _RELEASES.get(module)
+        if release is not None and release[0] is not but:
+            release[1].remove()
+            del _RELEASES[module]
+
+
 class GradientReleaseCallback(TrainerCallback):
     """Frees each gradient of a Trainer as soon as flashoptim has updated its weight, from the first step to the last.
 
-    No step has all gradients then, so none are clipped or accumulated, and the log has a `grad_norm` of 0.
+    No step has all gradients then, so none are clipped or accumulated, and the log has a `grad_norm` of 0. A run that raises
+    leaves its hooks on the model. The next packed training of the model removes them.
 
     Args:
         trainer (`transformers.Trainer`):
@@ -41,19 +57,17 @@ class GradientReleaseCallback(TrainerCallback):
 
     def __init__(self, trainer: transformers.Trainer):
         self.trainer = cast(Trainer, trainer)
-        self.handle: Any = None
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        self.on_train_end(args, state, control)
+    def on_train_begin(self, args, state, control, *, model, optimizer=None, **kwargs):
+        end_releases(model)
         optimizer = unwrapped(optimizer)
         self._check(optimizer)
         from flashoptim import enable_gradient_release
 
-        self.handle = enable_gradient_release(model, optimizer)
+        _RELEASES.update(dict.fromkeys(model.modules(), (state, enable_gradient_release(model, optimizer))))
 
-    def on_train_end(self, args, state, control, **kwargs):
-        if self.handle is not None:
-            self.handle.remove()
+    def on_train_end(self, args, state, control, *, model, **kwargs):
+        end_releases(model)
 
     def _check(self, optimizer: Any) -> None:
         """Raise the error of what needs all gradients at once."""

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..optimizers import unwrapped
+from .gradient_release import end_releases
 
 
 logger = logging.get_logger(__name__)
@@ -21,9 +22,13 @@ _FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
 
 
 class WeightsCallback(TrainerCallback):
-    """Warns when training starts if updates of weights will be rounded away, or apart. [`configure_packing`] adds it."""
+    """Warns when training starts if updates of weights will be rounded away, or apart. [`configure_packing`] adds it.
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+    It also removes the hooks with which an earlier run that raised would go on to update weights.
+    """
+
+    def on_train_begin(self, args, state, control, *, model, optimizer=None, **kwargs):
+        end_releases(model, but=state)
         for line in (rounded_away(model, optimizer), rounded_apart(optimizer, args.world_size)):
             if line is not None and state.is_world_process_zero:
                 logger.warning(line)
