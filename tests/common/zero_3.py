@@ -91,35 +91,26 @@ class _Call:
         if not isinstance(x, torch.Tensor) or not x.requires_grad:
             return x
         self.gradients_to_come += 1
-        return _FreeInBackward.apply(self, x)
+        return _CallInBackward.apply(self.gradient_of_input, x)
+
+    def gradient_of_input(self) -> None:
+        self.gradients_to_come -= 1
+        if not self.gradients_to_come:
+            self.free()
 
     def watch_output(self, x: Any) -> Any:
-        return _GatherInBackward.apply(self, x) if isinstance(x, torch.Tensor) and x.requires_grad else x
+        return _CallInBackward.apply(self.gather, x) if isinstance(x, torch.Tensor) and x.requires_grad else x
 
 
-class _GatherInBackward(torch.autograd.Function):
+class _CallInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call, x):
-        ctx.call = call
+    def forward(ctx, function, x):
+        ctx.function = function
         return x.detach()
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.call.gather()
-        return None, gradient
-
-
-class _FreeInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, call, x):
-        ctx.call = call
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.call.gradients_to_come -= 1
-        if not ctx.call.gradients_to_come:
-            ctx.call.free()
+        ctx.function()
         return None, gradient
 
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from transformers_packed import PackingDataset, configure_packing, pack_dataset
 from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.data.dataset import find_tree
 from transformers_packed.models import verdict
 from transformers_packed.models.releases import supports_other_families
 from transformers_packed.training import checks as module
@@ -268,6 +269,10 @@ class ReasonsTest(ConfigureTestCase):
             trainer.eval_dataset = {"one": samples}
             with self.assertRaisesRegex(ValueError, message):
                 configure_packing(trainer, True, 8)
+
+    def test_no_tree_among_other_elements(self):
+        """They get the errors of later checks."""
+        self.assertIsNone(find_tree([[1, 2], "turns", torch.ones(2), None]))
 
     @parameterized.expand([("missing", None), ("numbered mask", [1, 1, 2])])
     def test_a_sample_that_cannot_be_used(self, _, wrong):

@@ -35,7 +35,7 @@ from transformers_packed.models.registry import has_our_classes
 from transformers_packed.ops import gated_delta_rule, prompts
 from transformers_packed.training import checks, evaluation, setup
 from transformers_packed.training.callbacks import verify as callback
-from transformers_packed.training.restore import updates_in_backward
+from transformers_packed.training.restore import against_other_rows
 
 
 if HAS_TRL:
@@ -335,11 +335,12 @@ class QuietTest(VerifyTestCase):
     def test_an_optimizer_that_steps_in_backward(self):
         trainer = self.trainer()
         said(configure_packing, trainer)
-        self.assertFalse(updates_in_backward(trainer))
+        self.assertIsNone(against_other_rows(trainer))
         # Its hooks need the options of the backward that Trainer runs for it.
         with mock.patch.object(trainer.args, "optim", "adalomo"):
-            self.assertTrue(updates_in_backward(trainer))
-        with mock.patch.object(callback, "updates_in_backward", lambda trainer: True):
+            why = against_other_rows(trainer)
+        self.assertEqual(why, "the optimizer updates weights in backward")
+        with mock.patch.object(callback, "against_other_rows", lambda trainer: why):
             self.assertIn("Not verified: the optimizer updates weights in backward", said(trainer.train)[0])
 
     def test_hooks_that_step_an_optimizer_wait(self):

@@ -411,7 +411,8 @@ def find_tree(dataset: Any) -> Mapping[str, Any] | None:
             with_lists(dataset, columns[name])[:1] for name in (TURNS, ANSWERS) if name in columns
         )
         samples = (dataset[number] for number in numbers)
-    return next((sample for element in samples for sample in documents_of(element) if is_tree(sample)), None)
+    documents = chain.from_iterable(map(documents_of, samples))
+    return next((sample for sample in documents if isinstance(sample, Mapping) and is_tree(sample)), None)
 
 
 def _error_of(dataset: Any, number: int, longest: int | None = None) -> ValueError | None:

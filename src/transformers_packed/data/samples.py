@@ -55,7 +55,7 @@ def documents_of(element: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(element, list | tuple):
         for sample in element:
             yield from documents_of(sample)
-    elif "seq_lengths" in element and "input_ids" in element:
+    elif isinstance(element, Mapping) and "seq_lengths" in element and "input_ids" in element:
         columns = {name: column for name, column in element.items() if name != "seq_lengths"}
         lengths, total = as_list(element["seq_lengths"]), len(columns["input_ids"])
         if sum(lengths) != total:

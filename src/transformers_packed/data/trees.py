@@ -105,10 +105,9 @@ def tokens_in(sample: Mapping[str, Any], index: int | None = None, longest: int 
         if len(tokens):
             # The collator refuses one label per sample.
             columns[number] = {"input_ids": tokens, "labels": [*(tokens if is_number(labels) else as_list(labels))]}
-    _check_tokens(columns, parents, place(index))
     if isinstance(parents[0], tuple) and 0 in columns:
         columns[0]["labels"][0] = columns[0]["input_ids"][0]
-    documents, _ = row_of(columns, parents)
+    documents, _ = row_of(columns, parents, place(index))
     total = sum(len(document["input_ids"]) for document in documents)
     if longest is not None and total > longest:
         fix = 'Raise max_length, or pass overlong="drop". A tree is neither truncated nor split.'
@@ -163,7 +162,9 @@ class Node:
             end = _unlabelled(end["input_ids"], end)
 
 
-def row_of(samples: Mapping[int, Sample], parents: list[Parent]) -> tuple[list[Sample], list[int]]:
+def row_of(
+    samples: Mapping[int, Sample], parents: list[Parent], where: str | None = None
+) -> tuple[list[Sample], list[int]]:
     """Return the documents of a row, and the document that each continues, or -1. The latter is empty if none does.
 
     Args:
@@ -171,8 +172,10 @@ def row_of(samples: Mapping[int, Sample], parents: list[Parent]) -> tuple[list[S
             The columns of nodes by their numbers, each with one value per token. Nodes without tokens are left out.
         parents (`list`):
             The parents of all nodes.
+        where (`str`, *optional*):
+            The sample that has all nodes, for error messages. By default, each node is one.
     """
-    roots = _trees(samples, parents)
+    roots = _trees(samples, parents, where)
     for node in _downwards(roots):
         node.join_only_turns()
     for node in reversed([*_downwards(roots)]):
@@ -187,13 +190,15 @@ def row_of(samples: Mapping[int, Sample], parents: list[Parent]) -> tuple[list[S
     return [nodes[document].columns for document in order], moved if max(moved) >= 0 else []
 
 
-def _trees(samples: Mapping[int, Sample], parents: list[Parent]) -> list[Node]:
+def _trees(samples: Mapping[int, Sample], parents: list[Parent], where: str | None) -> list[Node]:
     """Return the first nodes of all trees."""
     roots: list[Node] = []
     found: dict[Parent, Node] = {}
-    _check_tokens(samples, parents)
     for number, parent in enumerate(parents):
         if number not in samples:
+            if parent is not None or number in parents:
+                got = f"none in {where or place(number)}"
+                raise input_error("at least one token in each node of a tree", got, "Leave the node out.")
             continue
         columns = {"labels": samples[number]["input_ids"], **samples[number]}
         found[number] = Node({name: list(column) for name, column in columns.items()})
@@ -203,13 +208,6 @@ def _trees(samples: Mapping[int, Sample], parents: list[Parent]) -> list[Node]:
         siblings = roots if parent is None else found[parent].turns
         siblings.append(found[number])
     return roots
-
-
-def _check_tokens(samples: Mapping[int, Sample], parents: list[Parent], where: str | None = None) -> None:
-    for number, parent in enumerate(parents):
-        if number not in samples and (parent is not None or number in parents):
-            got = f"none in {where or f'sample {number}'}"
-            raise input_error("at least one token in each node of a tree", got, "Leave the node out.")
 
 
 def _unlabelled(tokens: list[int], names: Iterable[str]) -> Sample:

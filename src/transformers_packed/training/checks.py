@@ -310,6 +310,13 @@ def _of_collator(trainer: Trainer) -> Iterator[ValueError]:
         yield input_error("a collator that only pads", got, fix)
 
 
+def datasets_of(trainer: Trainer, train: bool = True) -> list[Any]:
+    """The datasets of a Trainer for evaluation, and for training."""
+    given = trainer.eval_dataset
+    datasets = [*(given.values() if isinstance(given, dict) else [given]), *([trainer.train_dataset] if train else [])]
+    return [dataset for dataset in datasets if dataset is not None]
+
+
 def against_removal(trainer: Trainer, mode: str) -> Iterator[ValueError]:
     """The rule that Trainer keeps the columns which divide rows and trees. Without them it would train on other samples.
 
@@ -317,13 +324,9 @@ def against_removal(trainer: Trainer, mode: str) -> Iterator[ValueError]:
     """
     if not trainer.args.remove_unused_columns or is_sft_trainer(trainer):
         return
-    given, train = trainer.eval_dataset, trainer.train_dataset
-    datasets = [*(given.values() if isinstance(given, dict) else [given])]
-    if mode != "pack" or is_packed(train):
-        datasets.append(train)
-    for dataset in datasets:
+    for dataset in datasets_of(trainer, train=mode != "pack" or is_packed(trainer.train_dataset)):
         sample = first_sample(dataset)
-        if dataset is None or isinstance(dataset, PackingDataset) or not isinstance(sample, Mapping):
+        if isinstance(dataset, PackingDataset) or not isinstance(sample, Mapping):
             continue
         sample = sample if "seq_lengths" in sample else find_tree(dataset) or {}
         name = next((name for name in ("seq_lengths", TURNS, ANSWERS) if name in sample), None)

@@ -60,9 +60,14 @@ def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
             np.random.set_state(states[1])
 
 
-def updates_in_backward(trainer: Trainer) -> bool:
-    """Whether a backward changes weights by hooks that [`as_before`] does not know."""
-    return "lomo" in str(trainer.args.optim).lower()
+def against_other_rows(trainer: Trainer) -> str | None:
+    """Why a model cannot compute rows [`as_before`], beside those of its training."""
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed runs forward and backward itself"
+    if trainer.args.n_gpu > 1:
+        return "DataParallel runs the model"
+    # By hooks that `as_before` does not know.
+    return "the optimizer updates weights in backward" if "lomo" in str(trainer.args.optim).lower() else None
 
 
 @contextmanager

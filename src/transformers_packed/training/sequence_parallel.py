@@ -27,7 +27,7 @@ from ..models.registry import inner_model, transformers_model
 from ..models.releases import COUNT_ITEMS, MAKE_LOADER, PREPARE, is_rebalancing
 from ..parallel import RowShard, shard_batch
 from ..parallel.groups import check_methods, check_names, check_size, is_size
-from .checks import is_preference_trainer, of_devices, refused
+from .checks import datasets_of, is_preference_trainer, of_devices, refused
 from .typed import Trainer
 
 
@@ -232,18 +232,15 @@ def against_sharing(trainer: Trainer, mode: str, size: int, methods: dict[str, A
         (tensors > 1, "whole layers on each process", f"tp_size={tensors}"),
     ):
         yield from refused((is_so, expected, got, "Remove it."))
-    given = trainer.eval_dataset
-    every = [trainer.train_dataset, *(given.values() if isinstance(given, dict) else [given])]
-    datasets = [dataset for dataset in every if dataset is not None]
-    trees = any(find_tree(dataset) is not None for dataset in datasets)
+    trees = any(find_tree(dataset) is not None for dataset in datasets_of(trainer))
     got, fix = "trees or groups, which processes cannot share", "Leave out sequence_parallel_size."
     yield from refused((trees, "samples of one document each", got, fix))
-    yield from _of_reading(trainer, datasets, mode)
+    yield from _of_reading(trainer, mode)
 
 
-def _of_reading(trainer: Trainer, datasets: list[Any], mode: str) -> Iterator[ValueError]:
+def _of_reading(trainer: Trainer, mode: str) -> Iterator[ValueError]:
     """Reasons why the processes of a group would read different rows."""
-    if not all(has_items(dataset) for dataset in datasets):
+    if not all(map(has_items, datasets_of(trainer))):
         yield _of_stream()
     plans = mode == "pack" and not is_packed(trainer.train_dataset)
     if not plans and getattr(trainer.args, "train_sampling_strategy", "random") == "batch_rebalance":

@@ -45,6 +45,7 @@ from ...parallel.collectives import all_gather
 from ..apply import undo
 from ..checks import say
 from ..restore import (
+    against_other_rows,
     as_before,
     beside_ddp,
     drop_gradients,
@@ -54,7 +55,6 @@ from ..restore import (
     same_trainer,
     say_nothing,
     trunk_too,
-    updates_in_backward,
     without_cache,
 )
 from ..sequence_parallel import PartCollator
@@ -119,15 +119,9 @@ class VerifyCallback(TrainerCallback):
 
     def _reason(self) -> str | None:
         """Why this set-up cannot be verified."""
-        trainer, why = self.trainer, None
-        if trainer.args.torch_compile:
+        why = against_other_rows(self.trainer)
+        if self.trainer.args.torch_compile:
             why = "torch_compile=True, and a compiled model shows no gradients of its embeddings"
-        elif trainer.is_deepspeed_enabled:
-            why = "DeepSpeed runs forward and backward itself"
-        elif trainer.args.n_gpu > 1:
-            why = "DataParallel runs the model"
-        elif updates_in_backward(trainer):
-            why = "the optimizer updates weights in backward"
         return None if why is None else f"Not verified: {why}."
 
     def _anywhere(self, found: bool) -> bool:

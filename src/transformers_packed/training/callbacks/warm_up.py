@@ -17,7 +17,7 @@ from ...models.cuda_graphs import documents_of_graphs, find_text_models, remove_
 from ...models.releases import prepare_inputs, rows_per_batch
 from ..checks import excludes_graphs, say
 from ..graphs import choose_graphs
-from ..restore import as_before, drop_gradients, updates_in_backward
+from ..restore import against_other_rows, as_before, drop_gradients
 from ..typed import Trainer
 from ..warm_up import compiles_kernels, make_row, only_loss, split, warm_up
 from .expert_load import ExpertLoad
@@ -57,14 +57,9 @@ class WarmUpCallback(TrainerCallback):
         if not compiles_kernels(args.device) or state.global_step >= state.max_steps:
             return
         # Stock arguments of a collator that packs have no such option.
-        padded = not getattr(args, "padding_free", True)
-        updates = updates_in_backward(trainer)
-        if padded or updates or trainer.is_deepspeed_enabled or args.n_gpu > 1:
-            runs = (
-                "the optimizer updates weights in backward" if updates else "DeepSpeed or DataParallel runs the model"
-            )
-            what = "batches are padded" if padded else runs
-            logger.info(f"No row runs before training to {self.purpose}, because {what}.")
+        why = against_other_rows(trainer) if getattr(args, "padding_free", True) else "batches are padded"
+        if why is not None:
+            logger.info(f"No row runs before training to {self.purpose}, because {why}.")
             return
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped

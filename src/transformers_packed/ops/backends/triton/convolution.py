@@ -210,10 +210,11 @@ def _convolution_backward(
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=_in_head(token < length, DIM, LANES))
         if HALO:
             # Before the first token of such a document, the partial sums of dx are complete and belong to the halo.
-            starts = ((slot >= 0) & (slot % (W - 1) == 0))[:, None]
+            first = (slot >= 0) & (slot % (W - 1) == 0)
+            starts = first[:, None]
             if step >= 3:
                 at = dhalo_ptr + (slot + (W - 2))[:, None] * channels + column[None, :]
-                kept = _in_head((slot >= 0) & (slot % (W - 1) == 0), DIM, LANES)
+                kept = _in_head(first, DIM, LANES)
                 tl.store(at, dx0.to(dhalo_ptr.dtype.element_ty), mask=kept)
                 if W > 2:
                     tl.store(at - channels, dx1.to(dhalo_ptr.dtype.element_ty), mask=kept)
