@@ -2,8 +2,8 @@
 
 `ours` is this package's op, and `grouped_mm` Transformers' default. Both get the same logits, in which some experts are
 more likely than others, and compute all gradients. With `--lora`, the weights are frozen, adapters of rank 16 are trained, and
-`nf4` and `float8` have quantized weights. `+triton` dequantizes them by this package's kernels. The rate counts the useful
-products with the weights only, without padding of tiles and without anything computed twice: three times those of the
+`nf4` and `float8` have quantized weights. `nf4+bitsandbytes` dequantizes them by bitsandbytes, and `float8+reference` by
+PyTorch. The rate counts the useful products with the weights only, without padding of tiles and without anything computed twice: three times those of the
 forward, or twice with frozen weights.
 
     python benchmarks/experts_layer.py --output benchmarks/results/experts.json
@@ -99,11 +99,9 @@ def measure(model: str, tokens: int, args) -> dict:
         adapters = adapters_of(layer, 16)
         leaves += [factor for adapter in adapters for factor in adapter[:2]]
         arms = {"ours": (ours, layer)}
-        for kind in ("nf4", "float8"):
+        for kind, other in (("nf4", "bitsandbytes"), ("float8", "reference")):
             stored = quantized(layer, kind)
-            arms[kind] = ours, stored
-            if args.device == "cuda":
-                arms[f"{kind}+triton"] = partial(ours, dequantize="triton"), stored
+            arms |= {kind: (ours, stored), f"{kind}+{other}": (partial(ours, dequantize=other), stored)}
     else:
         leaves += layer.parameters()
     flops = (2 if args.lora else 3) * 2 * tokens * top_k * 3 * hidden * config["moe_intermediate_size"]
@@ -118,7 +116,7 @@ def measure(model: str, tokens: int, args) -> dict:
         seconds = statistics.median(timed(step, args.device) / args.repeats for _ in range(args.rounds))
         found[name] = {"median_ms": round(1000 * seconds, 3), "tflops": round(flops / seconds / 1e12, 1)}
         print(
-            f"{model}, {tokens:,} tokens  {name:<12} {found[name]['median_ms']:9.3f} ms {found[name]['tflops']:7.1f}"
+            f"{model}, {tokens:,} tokens  {name:<17} {found[name]['median_ms']:9.3f} ms {found[name]['tflops']:7.1f}"
         )
     return {"model": model, "tokens": tokens, "lora": args.lora, "flops": flops, "arms": found}
 

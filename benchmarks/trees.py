@@ -16,8 +16,8 @@ than the tree's, and adds their gradients.
 Arms: `separate` repeats what samples share. `prompt shared` and `first turn shared` have it once, in one level, up to
 the prompt or the first turn. `tree` has each turn once. The arms take turns, and each counts with the median of its steps.
 
-On a GPU, the bar of the tree's memory is that of as many tokens of `separate`, and a state for each layer of the delta
-rule and each turn with several others after it. The number of kernels is that of a step of the conversation. The error
+On a GPU, the bar of the tree's memory is that of as many tokens of `separate` and 15 % of it, and a state for each layer of
+the delta rule and each turn with several others after it. The number of kernels is that of a step, and the error
 of the gradient is relative to the first arm.
 
     python benchmarks/trees.py --output benchmarks/results/trees.json
@@ -61,6 +61,8 @@ BARS = {
     "chain": [("tree", "separate", "at_most", 1.02)],
 }
 _WARM_UP_SECONDS = 2.0
+# Of the memory of a tree, over that of as many tokens of other rows.
+_TOLERANCE = 1.15
 
 
 class Scene(NamedTuple):
@@ -240,7 +242,7 @@ def measure(model: torch.nn.Module, name: str, run: dict, args, write: Callable[
                     found = gradient_of(model)
                     first = found if first is None else first
                     entry["gradient_error"] = float((found - first).norm() / first.norm())
-                    if cuda and name == "conversation":
+                    if cuda and name != "branching":
                         entry["profile_ms"] = profile(steps)
                 if cuda:
                     torch.cuda.reset_peak_memory_stats()
@@ -283,7 +285,7 @@ def bars(name: str, scene: Scene, arms: dict[str, dict], config: dict) -> list[d
     if "peak_above_GiB" in tree and "peak_above_GiB" in separate:
         layers = config["num_hidden_layers"] - config["num_hidden_layers"] // 4
         state = config["linear_num_value_heads"] * config["linear_key_head_dim"] * config["linear_value_head_dim"] * 4
-        allowed = separate["peak_above_GiB"] * tree["tokens"] / max(separate["rows"])
+        allowed = _TOLERANCE * separate["peak_above_GiB"] * tree["tokens"] / max(separate["rows"])
         allowed += scene.branches() * layers * state / 2**30
         found.append({"what": "peak of the tree in GiB", "is": tree["peak_above_GiB"], "at_most": round(allowed, 2)})
     for bar in found:

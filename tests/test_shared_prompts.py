@@ -89,6 +89,10 @@ class RunsTest(unittest.TestCase):
         boundaries, copies = row.keys
         self.assertEqual(boundaries.lengths, [5, 8, 2])
         self.assertEqual(copies.rows.tolist(), [0, 1, 2, 3, 4, 0, 1, 2, *range(5, 10), 10, 11])
+        self.assertEqual(row.alone.lengths, [5])
+        runs, boundaries, copies = row.rest
+        self.assertEqual((runs.lengths, boundaries.lengths), ([5, 2], [8, 2]))
+        self.assertEqual(copies.rows.tolist(), [0, 1, 2, *range(5, 10), 10, 11])
         self.assertEqual(row.position_ids.tolist(), [[0, 1, 2, 3, 4, 3, 4, 5, 6, 7, 0, 1]])
 
     def test_tails_across_short_ancestors(self):

@@ -157,8 +157,28 @@ class SharedPrompts(SequenceBoundaries):
     @derived_property
     def keys(self) -> tuple[SequenceBoundaries, "Copies"]:
         """The row in which all that it continues precedes each run: its boundaries, and the tokens it consists of."""
-        boundaries, index, _ = self._row_of(range(len(self._runs)), self.total_length, self.total_length)
+        return self._keys(0)
+
+    def _keys(self, first: int) -> tuple[SequenceBoundaries, "Copies"]:
+        runs = range(first, len(self._runs))
+        boundaries, index, _ = self._row_of(runs, self.total_length, self.total_length)
         return boundaries, Copies.of(index, self.cu_seqlens.device)
+
+    @derived_property
+    def alone(self) -> SequenceBoundaries:
+        """The boundaries of the runs before the first one that continues another."""
+        return SequenceBoundaries.from_lengths(self.runs.lengths[: self._first], device=self.cu_seqlens.device)
+
+    @derived_property
+    def rest(self) -> tuple[SequenceBoundaries, SequenceBoundaries, "Copies"]:
+        """The boundaries of the other runs, and the row in which all that it continues precedes each of these."""
+        runs = SequenceBoundaries.from_lengths(self.runs.lengths[self._first :], device=self.cu_seqlens.device)
+        return runs, *self._keys(self._first)
+
+    @property
+    def _first(self) -> int:
+        """The first run that continues another one."""
+        return self.continued[0] if self.continued else self.runs.num_documents
 
     def tails(self, width: int) -> "Copies":
         """The `width` tokens before each run that continues another. The first token is repeated in front of fewer."""

@@ -187,12 +187,19 @@ class FusedQuantizedLayersTest(QuantizationTest):
         x = torch.randn(1, 5, SIZE["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
         with (
             mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True),
-            mock.patch("bitsandbytes.functional.dequantize_4bit", side_effect=dequantize_4bit) as calls,
+            mock.patch.object(projections, "dequantize_4bit", wraps=projections.dequantize_4bit) as calls,
         ):
             gate, up = projections.project(x, mlp.gate_proj, mlp.up_proj)
             self.assertEqual(calls.call_count, 2)
             (gate * up).sum().backward()
             self.assertEqual(calls.call_count, 4)
+
+    @parameterized.expand([("uint8",), ("bfloat16",), ("float32",)])
+    def test_the_bytes_may_have_another_dtype(self, storage):
+        layer = Linear4bit(64, 32, bias=False, compute_dtype=torch.bfloat16, quant_storage=getattr(torch, storage))
+        layer = layer.to("cpu")
+        weight = projections._bitsandbytes(layer, False).compute()
+        self.assertTrue(torch.equal(weight, dequantize_4bit(layer.weight.data, layer.weight.quant_state)))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from transformers.utils import logging
 
 from ..ops.backends import triton
-from ..ops.dequantization import dequantize_rows
+from ..ops.dequantization import dequantize_4bit, dequantize_rows
 from ..ops.dispatch import ran
 from ..ops.float8 import float8_rows_of
 from ..ops.linear import fused_linears, product_dtype
@@ -102,7 +102,6 @@ def _bitsandbytes(layer, in_float8):
     """A weight that bitsandbytes has quantized to 4 bit."""
     if type(layer).__module__ != "bitsandbytes.nn.modules":
         return None
-    from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     if not is_untouched(layer, Linear4bit, parameters=(Params4bit, torch.nn.Parameter)):
@@ -110,7 +109,12 @@ def _bitsandbytes(layer, in_float8):
     weight, state = layer.weight, layer.weight.quant_state
     if state is None or layer.compute_dtype is None:
         return None
-    return Dequantized(state.shape, layer.compute_dtype, lambda: dequantize_4bit(weight.data, state))
+
+    def compute() -> torch.Tensor:
+        # The bytes may be stored as numbers of another dtype, which FSDP can shard.
+        return dequantize_4bit(weight.data.view(torch.uint8).view(-1, 1), state).view(state.shape)
+
+    return Dequantized(state.shape, layer.compute_dtype, compute)
 
 
 # Who knows the weight of a layer. The first one that does returns it, the others return `None`. For LoRA on another class

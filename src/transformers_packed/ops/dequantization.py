@@ -39,7 +39,7 @@ def dequantize_4bit(
         number (`int`, *optional*):
             How many elements to compute, by default all others.
         impl (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"bitsandbytes"` (up to three launches), `"triton"` (one launch) or `"reference"`. All compute the
+            `"auto"`, `"triton"` (one launch), `"bitsandbytes"` (up to three launches) or `"reference"`. All compute the
             same bits, except that bitsandbytes' build for GPUs flushes products below `2**-126` to 0.
 
     Returns:
@@ -81,7 +81,7 @@ def dequantize_rows(
         dtype (`torch.dtype`):
             Dtype of the result.
         impl (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"torch"` (up to three launches), `"triton"` (one launch) or `"reference"`. All compute the same bits.
+            `"auto"`, `"triton"` (one launch) or `"reference"` (up to three launches). Both compute the same bits.
 
     Returns:
         `torch.Tensor` of shape `[..., C]`.
@@ -190,14 +190,12 @@ def _verify_rows(values, scale, dtype) -> tuple[bool, str]:
     return not triton.problem(), triton.problem()
 
 
-# The kernels come second, because no GPU has timed them against the first ones.
 FOUR_BIT = {
-    "bitsandbytes": Implementation(_bitsandbytes, _verify_bitsandbytes),
     "triton": Implementation(_triton, _verify_triton),
+    "bitsandbytes": Implementation(_bitsandbytes, _verify_bitsandbytes),
     "reference": Implementation(_reference, always),
 }
 ROWS = {
-    "torch": Implementation(_reference_rows, always),
     "triton": Implementation(_triton_rows, _verify_rows),
     "reference": Implementation(_reference_rows, always),
 }

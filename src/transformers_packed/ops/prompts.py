@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from ..boundaries import SequenceBoundaries
 from ..errors import unsupported
 from ..shared_prompts import Copies, Level, SharedPrompts
 from .attention import attention as attention_of_row
@@ -90,22 +89,29 @@ def attention(
     ):
         if given:
             raise unsupported("a row with shared prompts", name, "Use sdpa, without attention weights.")
-    keys, copies = boundaries.keys
-    key, value = (repeat_rows(x[0].transpose(0, 1), copies).transpose(0, 1)[None] for x in (key, value))
-    runs = boundaries.runs
+    alone, others = boundaries.alone, []
+    length = alone.total_length
+    if boundaries.continued:
+        runs, keys, copies = boundaries.rest
+        pairs = [_with_copies(x[0].transpose(0, 1), copies) for x in (key, value)]
+        (key, of_keys), (value, of_values) = ([x.transpose(0, 1)[None] for x in pair] for pair in pairs)
+        others = _of_other_runs(module, query[:, :, length:], of_keys, of_values, runs, keys, options)
+    rows = (x[:, :, :length] for x in (query, key, value))
+    output = attention_of_row(module, *rows, None, boundaries=alone, impl=impl, **options)[0]
+    return torch.cat([output, *others], dim=1), None
+
+
+def _of_other_runs(module, query, key, value, runs, keys, options) -> list[torch.Tensor]:
     if query.is_cuda:
         output = attention_with_earlier_keys(module, query, key, value, boundaries=runs, keys=keys, **options)
         if output is not None:
-            return output, None
-    first = boundaries.continued[0] if boundaries.continued else runs.num_documents
-    alone = SequenceBoundaries.from_lengths(runs.lengths[:first], device=query.device)
-    q, k, v = (x[:, :, : alone.total_length] for x in (query, key, value))
-    outputs = [attention_of_row(module, q, k, v, None, boundaries=alone, impl=impl, **options)[0]]
-    starts = [*zip(*(x.cu_seqlens_cpu.tolist() for x in (runs, keys)), strict=True)]
-    for (start, k_start), (end, k_end) in pairwise(starts[first:]):
+            return [output]
+    outputs = []
+    starts = zip(*(x.cu_seqlens_cpu.tolist() for x in (runs, keys)), strict=True)
+    for (start, k_start), (end, k_end) in pairwise(starts):
         rows = query[:, :, start:end], key[:, :, k_start:k_end], value[:, :, k_start:k_end]
         outputs.append(attention_of_last_queries(module, *rows, **options))
-    return torch.cat(outputs, dim=1), None
+    return outputs
 
 
 @for_rows(SharedPrompts)

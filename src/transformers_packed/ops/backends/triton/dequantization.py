@@ -15,6 +15,8 @@ from . import ceil_div, on_its_device
 
 # Elements per program, of which a thread has as many as it stores at once in 16 bits.
 _ELEMENTS = 2048
+# Of a weight in float8, of which a thread loads 16 bytes.
+_OF_FLOAT8 = 4096
 # A product and a sum in one operation would round once. bitsandbytes rounds twice.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
@@ -39,13 +41,14 @@ def _from_4bit(
     tl.store(y_ptr + at, tl.interleave(left, right), mask=(at >= 0) & (at < number))
 
 
-@triton.jit
-def _from_float8(values_ptr, scale_ptr, y_ptr, C, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(values_ptr + row * C + column, mask=column < C, other=0.0).to(tl.float32)
-    y = values * tl.load(scale_ptr + row)
-    tl.store(y_ptr + row * C + column, y.to(y_ptr.dtype.element_ty), mask=column < C)
+@triton.jit(do_not_specialize=["number"])
+def _from_float8(values_ptr, scale_ptr, y_ptr, number, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < number) & (column < C)
+    values = tl.load(values_ptr + row * C + column, mask=inside, other=0.0).to(tl.float32)
+    y = values * tl.load(scale_ptr + row, mask=row < number, other=0.0)
+    tl.store(y_ptr + row * C + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @on_its_device
@@ -67,10 +70,10 @@ def dequantize_4bit(packed: torch.Tensor, state: Any, first: int, number: int) -
 @on_its_device
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the rows `[..., C]` in float8 times their scales `[..., 1]`, in `dtype`."""
-    columns = values.shape[-1]
-    y = torch.empty(values.shape, dtype=dtype, device=values.device)
-    block = min(triton.next_power_of_2(columns), _ELEMENTS)
-    _from_float8[math.prod(values.shape[:-1]), ceil_div(columns, block)](
-        values.contiguous(), scale.contiguous(), y, columns, block, num_warps=max(block // 256, 1)
+    columns, y = values.shape[-1], torch.empty(values.shape, dtype=dtype, device=values.device)
+    width, number = min(triton.next_power_of_2(columns), _OF_FLOAT8), math.prod(values.shape[:-1])
+    rows = _OF_FLOAT8 // width
+    _from_float8[ceil_div(number, rows), ceil_div(columns, width)](
+        values.contiguous(), scale.contiguous(), y, number, columns, rows, width, num_warps=8
     )
     return y

@@ -17,7 +17,7 @@ from . import ceil_div, on_its_device
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lows", "others"])
 def _gates_forward(low_ptr, x_ptr, y_ptr, factor_ptr, lows, others, scale, BLOCK: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(lows, BLOCK)
@@ -31,7 +31,7 @@ def _gates_forward(low_ptr, x_ptr, y_ptr, factor_ptr, lows, others, scale, BLOCK
         tl.store(factor_ptr + at, (2.0 * tl.sigmoid(x)).to(factor_ptr.dtype.element_ty), mask=at < others)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lows", "others"])
 def _gates_backward(dy_ptr, dfactor_ptr, low_ptr, x_ptr, dlow_ptr, dx_ptr, lows, others, scale, BLOCK: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(lows, BLOCK)
