@@ -64,7 +64,10 @@ class ExpertsLayerTest(unittest.TestCase):
                 experts_layer.ours(stored, *inputs, dequantize="triton")
 
     @parameterized.expand(
-        [("trained", [], 3, ["ours", "grouped_mm"]), ("lora", ["--lora"], 2, ["ours", "nf4", "float8"])]
+        [
+            ("trained", [], 3, ["ours", "grouped_mm"]),
+            ("lora", ["--lora"], 2, ["ours", "nf4", "nf4+bitsandbytes", "float8", "float8+reference"]),
+        ]
     )
     def test_measures(self, _, options, products, arms):
         if options and not HAS_QUANTIZERS:

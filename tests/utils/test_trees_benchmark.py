@@ -70,16 +70,16 @@ class StepTest(unittest.TestCase):
 
 class BarsTest(unittest.TestCase):
     def test_memory_of_computed_tokens_and_states(self):
-        """Half a GiB per 1,000 tokens, and 2 MiB for each of 11 turns and 24 layers."""
+        """Half a GiB per 1,000 tokens and 15 % more, and 2 MiB for each of 11 turns and 24 layers."""
         entries = {
             "separate": {"tokens": 58_200, "rows": [12_000, 13_000], "peak_above_GiB": 6.5, "median_ms": 310.0},
-            "tree": {"tokens": 13_100, "rows": [13_100], "peak_above_GiB": 7.0, "median_ms": 100.0},
+            "tree": {"tokens": 13_100, "rows": [13_100], "peak_above_GiB": 8.0, "median_ms": 100.0},
         }
         config = shapes.MODELS["4B"]
         times, memory = trees.bars("conversation", trees.conversation(1), entries, config)
         self.assertEqual((times["is"], times["met"]), (3.1, True))
-        self.assertEqual((memory["at_most"], memory["met"]), (round(6.55 + 11 * 24 * 2 / 1024, 2), True))
-        entries["tree"] |= {"peak_above_GiB": 7.1, "median_ms": 110.0}
+        self.assertEqual((memory["at_most"], memory["met"]), (round(1.15 * 6.55 + 11 * 24 * 2 / 1024, 2), True))
+        entries["tree"] |= {"peak_above_GiB": 8.1, "median_ms": 110.0}
         found = trees.bars("conversation", trees.conversation(1), entries, config)
         self.assertEqual([bar["met"] for bar in found], [False, False])
 

@@ -89,15 +89,16 @@ def attention(
     ):
         if given:
             raise unsupported("a row with shared prompts", name, "Use sdpa, without attention weights.")
-    alone, others = boundaries.alone, []
+    alone = boundaries.alone
+    others: list[torch.Tensor] = []
     length = alone.total_length
     if boundaries.continued:
         runs, keys, copies = boundaries.rest
         pairs = [_with_copies(x[0].transpose(0, 1), copies) for x in (key, value)]
         (key, of_keys), (value, of_values) = ([x.transpose(0, 1)[None] for x in pair] for pair in pairs)
         others = _of_other_runs(module, query[:, :, length:], of_keys, of_values, runs, keys, options)
-    rows = (x[:, :, :length] for x in (query, key, value))
-    output = attention_of_row(module, *rows, None, boundaries=alone, impl=impl, **options)[0]
+    q, k, v = (x[:, :, :length] for x in (query, key, value))
+    output = attention_of_row(module, q, k, v, None, boundaries=alone, impl=impl, **options)[0]
     return torch.cat([output, *others], dim=1), None
 
 
