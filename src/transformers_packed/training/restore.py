@@ -12,12 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..models.packed_model import PackedModelMixin
 from ..models.registry import inner_model
-from ..models.releases import dataloaders_of
+from ..models.releases import dataloaders_of, undo_prepare
 from .typed import Trainer
 
 
 # Containers of a Trainer with more elements are data, not counters or metrics.
 _LARGE = 10_000
+_16_BITS = (torch.bfloat16, torch.float16)
 # Attributes in which data loaders and collators keep a wrapped collator.
 _INSIDE = ("collate_fn", "data_collator", "base_dataloader")
 
@@ -118,6 +119,29 @@ def without_cache(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         config.use_cache = True
+
+
+@contextmanager
+def in_float32(model: torch.nn.Module) -> Iterator[None]:
+    """Compute in float32 meanwhile, without autocast, with copies of weights in 16 bits, and without their gradients."""
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    halves = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in _16_BITS]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = dict(vars(model))
+    undo_prepare(model)
+    prepared = {name: value for name, value in before.items() if vars(model).get(name) is not value}
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        for tensor, data in halves:
+            tensor.data = data.float()
+        yield
+    finally:
+        for tensor, data in halves:
+            tensor.data = data
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        vars(model).update(prepared)
 
 
 @contextmanager

@@ -160,6 +160,23 @@ def compare(
     return None
 
 
+def is_as_close(
+    row: tuple[float, torch.Tensor], padded: tuple[float, torch.Tensor], exact: tuple[float, torch.Tensor]
+) -> bool:
+    """Whether the loss and the gradient of a row are at most twice as far from the exact ones as those of the padded batch.
+
+    What is not different by the bar of 16 bits is close too.
+    """
+    for bar, *three in zip(BARS["half"], row, padded, exact, strict=True):
+        a, b, truth = map(torch.as_tensor, three)
+        if a.shape != b.shape:
+            # `compare` does not compare them either.
+            continue
+        if truth.shape != a.shape or not (a - truth).norm() <= max(2 * (b - truth).norm(), bar * truth.norm()):
+            return False
+    return True
+
+
 def difference(what: str, loss: float, expected: float) -> str:
     error = abs(loss - expected) / max(abs(expected), 1e-12)
     got = f"{loss:.4f}, which differs by {error:.1e}"

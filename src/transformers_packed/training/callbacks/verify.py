@@ -7,6 +7,7 @@ The real Trainer computes a few documents of some dozens of tokens its own way, 
   no loss per document, and a router's loss couples documents by design.
 * Loss: without dropout and noise, the loss of the row and its gradient with respect to the embeddings equal those of a
   padded batch of the same documents, which the user's own collator makes. On a CPU, the model does not pack that batch.
+  In 16 bits, a difference is rounding if float32 shows none, and if the padded batch is about as far from float32.
   Trainers of preferences compare log-probabilities, because their first loss is a constant.
 * Parts of a row: on processes that share rows, the sum of the losses of the parts and its gradient with respect to the
   embeddings equal those of the whole row, which each process computes for the other comparisons.
@@ -40,6 +41,7 @@ from ...models.cuda_graphs import without_graphs
 from ...models.padding import PaddedBatch
 from ...models.registry import inner_model
 from ...models.releases import prepare_inputs, token_logps, training_metrics
+from ...models.untouched import gathers_weights
 from ...ops.autotuning import tuned_in_threads
 from ...parallel.collectives import all_gather
 from ..apply import undo
@@ -49,6 +51,7 @@ from ..restore import (
     as_before,
     beside_ddp,
     drop_gradients,
+    in_float32,
     not_packing,
     replace_collator,
     replaced_collator,
@@ -60,7 +63,7 @@ from ..restore import (
 from ..sequence_parallel import PartCollator
 from ..setup import Setup
 from ..typed import Trainer
-from ..verify import BARS, PADDED, DifferenceError, check_leak, compare, precision_of
+from ..verify import BARS, PADDED, DifferenceError, check_leak, compare, is_as_close, precision_of
 from ..warm_up import compiles_kernels, make_row, only_loss
 from .warm_up import WarmUpCallback, evaluates
 
@@ -70,6 +73,8 @@ logger = logging.get_logger(__name__)
 # Documents of the row, and the most tokens of each. Their lengths differ, so that means over documents and over tokens do.
 _LENGTHS = (20, 48, 32)
 Found = TypeVar("Found")
+# A loss, and its gradient with respect to the documents' embeddings.
+Measured = tuple[float, torch.Tensor]
 
 
 class VerifyCallback(TrainerCallback):
@@ -194,9 +199,7 @@ class VerifyCallback(TrainerCallback):
                 words += _verify_parts(trainer, model, loader.collate_fn(samples), places, found)
             return f"Verified packing on {len(documents)} documents: {words}{_verify_evaluation(trainer)}"
 
-    def _verify_rows(
-        self, model, loader: Any, documents: list, row: dict, places: list
-    ) -> tuple[str, tuple[float, torch.Tensor]]:
+    def _verify_rows(self, model, loader: Any, documents: list, row: dict, places: list) -> tuple[str, Measured]:
         """Compare the documents in a row with one another, and the row with their padded batch.
 
         Returns the findings in words, and the loss and the gradient of the row.
@@ -208,34 +211,64 @@ class VerifyCallback(TrainerCallback):
         def isolated() -> None:
             check_leak(leak_between(model, lambda: _loss(trainer, model, row), row, places), len(documents))
 
-        @_stops_training()
-        def step() -> tuple[float, torch.Tensor]:
+        def step() -> Measured:
             return _step(trainer, model, row, places)
+
+        def step_padded() -> Measured:
+            # Where kernels are compiled, those of a batch that is not packed would take longer than the check.
+            with nullcontext() if compiles_kernels(trainer.args.device) else not_packing(model), without_cache(model):
+                return _step(trainer, model, batch, places_of(batch, documents) or [])
 
         if trainer.is_fsdp_enabled:
             words = "gradients between documents were not looked at, because FSDP frees weights"
         else:
             self._together(isolated)
         with quiet(model):
-            found = self._together(step)
+            found = self._together(_stops_training()(step))
             with replaced_collator(loader, trainer.data_collator, self.setup.padded or PaddedSamples(columns)):
                 batch = _collate_padded(loader, documents, columns)
-            # Where kernels are compiled, those of a batch that is not packed would take longer than the check.
-            with nullcontext() if compiles_kernels(trainer.args.device) else not_packing(model), without_cache(model):
-                padded = _step(trainer, model, batch, places_of(batch, documents) or [])
-            precision = precision_of(model, trainer.args)
-            different, changes = compare(*found, *padded, precision), None
+            padded = step_padded()
+            precision, note = precision_of(model, trainer.args), ""
+            different = compare(*found, *padded, precision)
             if self._anywhere(different is not None):
                 # Something may draw random numbers, or change in each forward, as the vectors of spectral norms do.
-                changes = compare(*_step(trainer, model, row, places), *found, precision)
+                if compare(*step(), *found, precision) and different:
+                    different, note = None, ", which differs from run to run"
+            if precision == "half" and self._anywhere(different is not None):
+                why = _beyond_rounding(model, step, step_padded, found, padded)
+                if different and why:
+                    different += f" {why}"
+                elif different:
+                    different, note = None, ", which differ by rounding: float32 is equal"
 
         def equal() -> None:
-            if different and not changes:
+            if different:
                 raise DifferenceError(f"{different} {PADDED}")
 
         self._together(equal)
-        note = ", which differs from run to run" if different else ""
         return f"{words}; loss {found[0]:.4f}, padded {padded[0]:.4f}{note}", found
+
+
+def _beyond_rounding(
+    model, step: Callable[[], Measured], step_padded: Callable[[], Measured], found: Measured, padded: Measured
+) -> str | None:
+    """Why rounding to 16 bits does not explain a difference, or `None` if it does.
+
+    It does if the row equals the padded batch in float32, and is in 16 bits about as close to that as the padded batch.
+    Gradients of some models change by half with the order of sums in bfloat16, so no bar for 16 bits alone tells.
+    """
+    if gathers_weights(model):
+        return "Float32 would show whether this is rounding, but weights are sharded."
+    try:
+        with in_float32(model):
+            row, exact = step(), step_padded()
+            different = compare(*row, *exact, precision_of(model))
+    except Exception as error:
+        stopped = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        return f"Float32 would show whether this is rounding, but it stopped: {stopped}."
+    if different or row[1].shape != found[1].shape:
+        return "This is more than rounding: float32 differs too."
+    return None if is_as_close(found, padded, exact) else "This is more than rounding: padded is closer to float32."
 
 
 @contextmanager
@@ -258,7 +291,7 @@ def whole_rows(trainer: Trainer, loader: Any) -> Iterator[None]:
             trainer.data_collator, trainer.sequence_parallel = cut, parallel
 
 
-def _verify_parts(trainer: Trainer, model, part: dict, places: list, expected: tuple[float, torch.Tensor]) -> str:
+def _verify_parts(trainer: Trainer, model, part: dict, places: list, expected: Measured) -> str:
     """Compare the parts of a row on the processes that share it with the whole row."""
     group, size = trainer.sequence_parallel.group, trainer.sequence_parallel.size
     config = inner_model(model).config.get_text_config()
@@ -422,7 +455,7 @@ def _loss(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
         return only_loss(trainer.compute_loss(model, prepare_inputs(trainer, batch), num_items_in_batch=items))
 
 
-def _step(trainer: Trainer, model, batch: dict[str, Any], places: list[torch.Tensor]) -> tuple[float, torch.Tensor]:
+def _step(trainer: Trainer, model, batch: dict[str, Any], places: list[torch.Tensor]) -> Measured:
     """The loss of the Trainer's own step, and its gradient with respect to the documents' embeddings."""
     batch, items = _items(trainer, batch)
     with watch(model) as seen:
