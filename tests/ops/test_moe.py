@@ -1,8 +1,10 @@
 """Mixture of experts: the router and the experts, as PyTorch references and as Triton kernels in the interpreter."""
 
 import copy
+import gc
 import unittest
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import torch
@@ -10,6 +12,7 @@ from common.fused import guarded_buffers, relative, saved_in
 from mixins.triton import InterpretedKernelsTest, bad_input_tests
 from parameterized import parameterized
 from torch.autograd import gradcheck, gradgradcheck
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3_5MoeTextConfig, Qwen3NextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeExperts, Qwen3_5MoeTopKRouter
@@ -783,6 +786,24 @@ class QuantizedExpertsTest(AdaptersTestCase):
         with self.pieces(PIECES[0]):
             found = case.run(lambda *args: call(*args[:3], *self.quantized(2)(*args[3:])), NAMES[:2])
         self.assert_same_bits(found, expected)
+
+    def test_a_piece_is_freed_before_the_next_one_is_computed(self):
+        case, pieces = Case(choices(20, 5, 2), 5, dtype=BFLOAT16), []
+
+        def stored(*weights):
+            return *weights[:3], *(DequantizedExperts(x.shape, x.dtype, partial(compute, x)) for x in weights[3:])
+
+        def compute(weights, first, last):
+            # Triton's interpreter leaves cycles of references.
+            gc.collect()
+            self.assertTrue(all(piece.expired() for piece in pieces))
+            found = weights[first:last].clone()
+            pieces.append(StorageWeakRef(found.untyped_storage()))
+            return found
+
+        with self.pieces(1):
+            case.run(lambda *args: experts(*stored(*args), impl="triton"), NAMES[:1])
+        self.assertEqual(len(pieces), 20)
 
     def test_a_piece_is_computed_once_for_each_direction(self):
         case = Case(choices(20, 5, 2), 5, dtype=BFLOAT16)

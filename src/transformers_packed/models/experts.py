@@ -184,12 +184,12 @@ def _weight_of(weight: Any) -> torch.Tensor | DequantizedExperts | None:
     stored = float8_rows_of(weight)
     if stored is None:
         return None
-    values, scale = stored
+    (values, scale), dtype = stored, weight.dtype
 
     def compute(first: int, last: int, impl: str = "auto") -> torch.Tensor:
-        return dequantize_rows(values[first:last], scale[first:last], weight.dtype, impl=impl)
+        return dequantize_rows(values[first:last], scale[first:last], dtype, impl=impl)
 
-    return DequantizedExperts(weight.shape, weight.dtype, compute)
+    return DequantizedExperts(values.shape, dtype, compute)
 
 
 def _weights_for_op(

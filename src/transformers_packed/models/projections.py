@@ -95,7 +95,9 @@ def _torchao_float8(layer, in_float8):
         return None
     if in_float8:
         return Float8Weight(stored[0], stored[1].flatten(), weight.dtype)
-    return Dequantized(weight.shape, weight.dtype, lambda: dequantize_rows(*stored, weight.dtype))
+    # Attributes of torchao's tensor are slow to read.
+    dtype = weight.dtype
+    return Dequantized(stored[0].shape, dtype, lambda: dequantize_rows(*stored, dtype))
 
 
 def _bitsandbytes(layer, in_float8):
@@ -111,8 +113,11 @@ def _bitsandbytes(layer, in_float8):
         return None
 
     def compute() -> torch.Tensor:
-        # The bytes may be stored as numbers of another dtype, which FSDP can shard.
-        return dequantize_4bit(weight.data.view(torch.uint8).view(-1, 1), state).view(state.shape)
+        packed = weight.data
+        if packed.dtype != torch.uint8:
+            # The bytes may be stored as numbers of another dtype, which FSDP can shard.
+            packed = packed.view(torch.uint8).view(-1, 1)
+        return dequantize_4bit(packed, state).view(*state.shape)
 
     return Dequantized(state.shape, layer.compute_dtype, compute)
 

@@ -156,15 +156,16 @@ def _triton(packed, state, first, number):
 def _verify_triton(packed, state, first, number) -> tuple[bool, str]:
     if not triton.on_gpu(packed):
         return False, "needs CUDA tensors"
-    tensors, inner = [packed, state.absmax, state.code], state.state2
-    dtypes = [torch.uint8, torch.float32 if inner is None else torch.uint8, torch.float32]
+    inner, device = state.state2, packed.device
+    scales = torch.float32 if inner is None else torch.uint8
+    tensors = [(packed, torch.uint8), (state.absmax, scales), (state.code, torch.float32)]
     if inner is not None:
-        tensors += [inner.absmax, inner.code, state.offset]
-        dtypes += [torch.float32] * 3
-    if [x.dtype for x in tensors] != dtypes:
-        return False, f"supports {dtypes}, not {[x.dtype for x in tensors]}"
-    if not all(x.device == packed.device and x.is_contiguous() for x in tensors):
-        return False, "needs contiguous tensors on one device"
+        tensors += [(x, torch.float32) for x in (inner.absmax, inner.code, state.offset)]
+    for x, dtype in tensors:
+        if x.dtype != dtype:
+            return False, f"needs {dtype}, not {x.dtype}"
+        if x.device != device or not x.is_contiguous():
+            return False, "needs contiguous tensors on one device"
     if state.blocksize & (state.blocksize - 1) or not 2 <= state.blocksize <= _LARGEST_BLOCK:
         return False, f"supports blocks of powers of two up to {_LARGEST_BLOCK}, not {state.blocksize}"
     return not triton.problem(), triton.problem()

@@ -540,7 +540,7 @@ class PlanTest(unittest.TestCase):
         )
         self.assertNotIn("FSDP2", need.summary())
         # The backward of experts has a piece of a weight in bfloat16, or a weight of a small model.
-        for sizes, most in ((config, 2**27), (Qwen3_5MoeTextConfig(**SMALL, **EXPERTS), 8 * 2 * 16 * 32)):
+        for sizes, most in ((config, 2**28), (Qwen3_5MoeTextConfig(**SMALL, **EXPERTS), 8 * 2 * 16 * 32)):
             layer = sizes_of(sizes).layers[0]
             made = [
                 layer_memory(sizes_of(sizes), layer, 2, 1, None, Lora(8, True, in_4bit))[1]

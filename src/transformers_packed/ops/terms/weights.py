@@ -10,8 +10,8 @@ from .term import Term, accumulated, product
 
 
 # Elements of the weights of quantized experts that are computed at a time. Fewer ones need more launches, with a rest in
-# each.
-PIECE = 2**27
+# each, and every launch takes time on the host.
+PIECE = 2**28
 
 
 class Dequantized(NamedTuple):

@@ -56,6 +56,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least `n`. Triton's own function takes microseconds as well."""
+    return 1 << (n - 1).bit_length()
+
+
 def on_its_device(function: Callable) -> Callable:
     """Decorator: launch on the device of the first tensor, even if it is not current. A backward runs there anyway."""
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ...autograd import first_order
-from . import ceil_div, on_its_device
+from . import ceil_div, next_power_of_2, on_its_device
 
 
 # Runs per program, one for each warp, and tokens per run.
@@ -261,7 +261,7 @@ class CausalConv1dQKV(torch.autograd.Function):
         q, k = (x.new_empty(length, key_heads, dim) for _ in range(2))
         v = x.new_empty(length, value_heads, dim)
         ctx.save_for_backward(x, weight, position, slot, halo)
-        lanes = triton.next_power_of_2(dim)
+        lanes = next_power_of_2(dim)
         ctx.sizes = key_heads, value_heads, dim, lanes, weight.shape[1], _RUNS, _TOKENS, halo is not None
         ctx.eps = eps
         grid = ((2 * key_heads + value_heads) * ceil_div(length, _RUNS * _TOKENS),)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import ceil_div, on_its_device
+from . import ceil_div, next_power_of_2, on_its_device
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -76,7 +76,7 @@ def softmax_minus_target(
     """Return the loss of each row, float32 `[C]`. Overwrite `logits` `[C, V]` with the gradient of the summed loss."""
     rows, vocab = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    block = min(2048, triton.next_power_of_2(vocab))
+    block = min(2048, next_power_of_2(vocab))
     options = float(label_smoothing), label_smoothing > 0, gradient_too, block
     _softmax_minus_target[(rows,)](logits, labels.contiguous(), losses, vocab, logits.stride(0), *options, num_warps=8)
     return losses

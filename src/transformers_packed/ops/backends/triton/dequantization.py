@@ -3,14 +3,13 @@
 A program computes whole blocks of 4 bit, so it reads and computes each scale once.
 """
 
-import math
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from . import ceil_div, on_its_device
+from . import ceil_div, next_power_of_2, on_its_device
 
 
 # Elements per program, of which a thread has as many as it stores at once in 16 bits.
@@ -70,10 +69,11 @@ def dequantize_4bit(packed: torch.Tensor, state: Any, first: int, number: int) -
 @on_its_device
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the rows `[..., C]` in float8 times their scales `[..., 1]`, in `dtype`."""
-    columns, y = values.shape[-1], torch.empty(values.shape, dtype=dtype, device=values.device)
-    width, number = min(triton.next_power_of_2(columns), _OF_FLOAT8), math.prod(values.shape[:-1])
+    values, scale, columns = values.contiguous(), scale.contiguous(), values.shape[-1]
+    y, number = torch.empty_like(values, dtype=dtype), scale.numel()
+    width = min(next_power_of_2(columns), _OF_FLOAT8)
     rows = _OF_FLOAT8 // width
     _from_float8[ceil_div(number, rows), ceil_div(columns, width)](
-        values.contiguous(), scale.contiguous(), y, number, columns, rows, width, num_warps=8
+        values, scale, y, number, columns, rows, width, num_warps=8
     )
     return y

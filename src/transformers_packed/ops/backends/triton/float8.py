@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import ceil_div, on_its_device
+from . import ceil_div, next_power_of_2, on_its_device
 
 
 # Rows and columns per tile, and the tiles over whose rows one program takes maxima.
@@ -198,7 +198,7 @@ def cast_rows(x: torch.Tensor, *more: torch.Tensor, factor: torch.Tensor | None)
     strides = [part.stride(0) for part in parts]
     # With factors, several rows share the reads of these.
     tall = 1 if factor is None else _TALL
-    block = min(triton.next_power_of_2(max(sizes)), _BLOCK // tall)
+    block = min(next_power_of_2(max(sizes)), _BLOCK // tall)
     _cast_rows[(ceil_div(len(x), tall),)](
         *parts, *[None for _ in missing], *strides, *missing, *sizes, *missing, factor, q, scale, len(x), len(parts),
         factor is not None, tall, block, num_warps=max(tall * block // 512, 1),

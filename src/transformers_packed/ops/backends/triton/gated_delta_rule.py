@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ...autograd import first_order
-from . import ceil_div, on_its_device
+from . import ceil_div, next_power_of_2, on_its_device
 from .norm import programs_for
 
 
@@ -84,7 +84,7 @@ class GatedDeltaGates(torch.autograd.Function):
         length, heads = a.shape
         g = torch.empty(length, heads, dtype=torch.float32, device=a.device)
         beta = torch.empty(length, heads, dtype=b.dtype, device=b.device)
-        ctx.tile = {"TOKENS": _TOKENS, "HEADS": triton.next_power_of_2(heads)}
+        ctx.tile = {"TOKENS": _TOKENS, "HEADS": next_power_of_2(heads)}
         grid = (ceil_div(length, _TOKENS),)
         _decay_forward[grid](a, b, a_log, dt_bias, g, beta, length, a.stride(0), b.stride(0), heads, **ctx.tile)
         ctx.save_for_backward(a, b, a_log, dt_bias, g)

@@ -7,7 +7,7 @@ import triton.language as tl
 from ...autograd import first_order
 from ...terms import Float8, Plan, Products
 from ...terms.products import unflattened
-from . import ceil_div, on_its_device
+from . import ceil_div, next_power_of_2, on_its_device
 from .float8 import COLUMNS, ROWS, bits, cast_with_scales, inverse, packed_at, scale_of, store_transposed
 
 
@@ -118,7 +118,7 @@ class GLU(torch.autograd.Function):
             cast = torch.empty(x.numel() // width, width, dtype=torch.float8_e4m3fn, device=x.device)
             scale = torch.empty(len(cast), dtype=torch.float32, device=x.device)
             _gate_forward_float8[(len(cast),)](
-                gate, x, y, cast, scale, width, silu, y is not None, min(triton.next_power_of_2(width), _BLOCK)
+                gate, x, y, cast, scale, width, silu, y is not None, min(next_power_of_2(width), _BLOCK)
             )
             float8.cast = cast, scale
         elif y is not None and y.numel():

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import on_its_device
+from . import next_power_of_2, on_its_device
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -79,7 +79,7 @@ def statistics(logits, first, ids, starts, temperature, totals, logps, entropies
     The rows of `logits` `[C, V]` are the rows from `first` on. The targets of row `i` are `ids[starts[i]:starts[i+1]]`.
     """
     rows, vocab = logits.shape
-    block = min(2048, triton.next_power_of_2(vocab))
+    block = min(2048, next_power_of_2(vocab))
     outputs = totals, logps, totals if entropies is None else entropies, logps if tops is None else tops
     options = first, vocab, logits.stride(0), temperature, entropies is not None, tops is not None, block
     _statistics[(rows,)](logits, ids, starts, *outputs, *options, num_warps=8)
@@ -132,7 +132,7 @@ def overwrite_with_gradient(logits, first, ids, starts, temperature, totals, log
     `upstream` are the gradients of the log-probabilities, summed per pair and per row, and of the entropies per row.
     """
     rows, vocab = logits.shape
-    block = min(2048, triton.next_power_of_2(vocab))
+    block = min(2048, next_power_of_2(vocab))
     by_pair, by_row, by_entropy = upstream
     with_entropy = by_entropy is not None
     inputs = ids, starts, totals, logps, entropies if with_entropy else totals

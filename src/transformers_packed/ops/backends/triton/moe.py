@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...autograd import first_order
 from ...terms import PIECE as _PIECE
 from ...terms import DequantizedExperts
-from . import ceil_div, on_its_device
+from . import ceil_div, next_power_of_2, on_its_device
 
 
 # Rows per tile, and elements of the reduced dimension per step.
@@ -265,7 +265,7 @@ class Router(torch.autograd.Function):
         weights = logits.new_empty(tokens, top_k)
         index = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
         if tokens:
-            sizes = (triton.next_power_of_2(n) for n in (number, top_k))
+            sizes = (next_power_of_2(n) for n in (number, top_k))
             _route[(tokens,)](logits, weights, index, number, top_k, *sizes, num_warps=1)
         ctx.save_for_backward(logits, index)
         ctx.mark_non_differentiable(index)
@@ -286,13 +286,13 @@ class _Plan:
 
     def __init__(self, order, ends, tiles, top_k):
         self.order, self.ends, self.tiles, self.top_k = order, ends, tiles, top_k
-        self.width = triton.next_power_of_2(len(ends))
+        self.width = next_power_of_2(len(ends))
 
     @classmethod
     def of(cls, index: torch.Tensor, number: int) -> "_Plan":
         ids, order = index.flatten().clamp(max=number).to(torch.int16).sort(stable=True)
         ends, tiles = torch.empty(2, number, dtype=torch.int32, device=index.device)
-        _plan[(1,)](ids, ends, tiles, len(order), number, _ROWS, triton.next_power_of_2(number))
+        _plan[(1,)](ids, ends, tiles, len(order), number, _ROWS, next_power_of_2(number))
         return cls(order, ends, tiles, index.shape[1])
 
     def rows_times_experts(self, rows, weight, factors=None, *, transposed: bool, scatter: bool = False):
@@ -306,12 +306,12 @@ class _Plan:
         y = rows.new_empty(len(self.order), n)
         a = TensorDescriptor.from_tensor(rows, [_ROWS, _STEP])
         low, rank, down, up = self._adapter(rows, factors, columns, transposed)
-        for first, last, some in _pieces(weight, rows.dtype):
-            b = TensorDescriptor.from_tensor(some.flatten(0, 1), [columns, _STEP] if transposed else [_STEP, columns])
+        for first, last, b in _pieces(weight, rows.dtype, [columns, _STEP] if transposed else [_STEP, columns]):
             _rows_times_experts[self.grid(last - first, n // columns)](
                 a, b, down, up, y, low, self.order, self.ends, self.tiles, number, first, last, n, k, rank, transposed,
                 scatter, _ROWS, columns, _STEP, self.width, num_warps=8, num_stages=4,
             )  # fmt: skip
+            del b
         return y, low
 
     def _adapter(self, rows, factors, columns: int, transposed: bool):
@@ -339,12 +339,12 @@ class _Plan:
         h = x.new_empty(len(self.order), n)
         both = x.new_empty(len(self.order), 2 * n) if keep else None
         low, rank, down, up = self._adapter(x, factors, columns, True)
-        for first, last, some in _pieces(weight, x.dtype):
-            w = TensorDescriptor.from_tensor(some.flatten(0, 1), [columns, _STEP])
+        for first, last, w in _pieces(weight, x.dtype, [columns, _STEP]):
             _gate_up[self.grid(last - first, n // columns)](
                 x, w, down, up, h, both, low, self.order, self.ends, self.tiles, number, first, last, n, k, rank,
                 self.top_k, keep, _ROWS, columns, _STEP, self.width, num_warps=8, num_stages=4,
             )  # fmt: skip
+            del w
         return h, both, low
 
     def gate_backward(self, both, dh, weights):
@@ -352,14 +352,14 @@ class _Plan:
         d_both, d_weights = torch.empty_like(both), torch.zeros_like(weights)
         n = dh.shape[1]
         _gate_backward_rows[(len(both),)](
-            both, dh, d_both, self.order, weights, d_weights, self.ends[-1:], n, triton.next_power_of_2(n)
+            both, dh, d_both, self.order, weights, d_weights, self.ends[-1:], n, next_power_of_2(n)
         )
         return d_both, d_weights
 
     def gathered(self, x):
         """Return the rows of the tokens `[T, N]` of all choices, by expert: `[S, N]`."""
         n = x.shape[1]
-        rows, block = x.new_empty(len(self.order), n), min(triton.next_power_of_2(n), 2048)
+        rows, block = x.new_empty(len(self.order), n), min(next_power_of_2(n), 2048)
         _gather[(len(rows), ceil_div(n, block))](x, self.order, self.ends[-1:], rows, n, self.top_k, block)
         return rows
 
@@ -374,29 +374,32 @@ def _sum_of_choices(rows, index, weights, number, dtype, shared=None, gate=None)
     `shared` `[T, N]`, times the sigmoid of `gate` `[T, 1]`, is added if it is given.
     """
     n = rows.shape[1]
-    y, block = rows.new_empty(len(index), n, dtype=dtype), min(triton.next_power_of_2(n), 2048)
+    y, block = rows.new_empty(len(index), n, dtype=dtype), min(next_power_of_2(n), 2048)
     _combine[(len(index), ceil_div(n, block))](
         rows, index, weights, shared, gate, y, number, n, index.shape[1], weights is not None, shared is not None, block
     )  # fmt: skip
     return y
 
 
-def _pieces(weight, dtype):
-    """Yield the first expert, the last one, excluded, and their weights `[N, out, in]`: all, or some quantized ones."""
+def _pieces(weight, dtype, block: list[int]):
+    """Yield the first expert, the last one, excluded, and the descriptor of their weights: all, or some quantized ones.
+
+    A caller that deletes the descriptor frees the weights before the next ones are computed.
+    """
     number, *sizes = weight.shape
     if not isinstance(weight, DequantizedExperts):
-        yield 0, number, _for_descriptor(weight.to(dtype))
+        yield 0, number, _described(weight.to(dtype), block)
         return
     step = max(1, _PIECE // math.prod(sizes))
     for first in range(0, number, step):
         last = min(first + step, number)
-        yield first, last, _for_descriptor(weight.compute(first, last).to(dtype))
+        yield first, last, _described(weight.compute(first, last).to(dtype), block)
 
 
-def _for_descriptor(x):
-    """Return `x` contiguous and from a multiple of 16 bytes on, as descriptors require."""
+def _described(x, block: list[int]):
+    """Return the descriptor of `x`, contiguous and from a multiple of 16 bytes on, as descriptors require."""
     x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    return TensorDescriptor.from_tensor((x if x.data_ptr() % 16 == 0 else x.clone()).flatten(0, 1), block)
 
 
 class _Factors:
@@ -407,7 +410,7 @@ class _Factors:
 
     def __init__(self, down, up, scale: float, dtype):
         self.matrices, self.scale, self.rank = (down, up), scale, down.shape[1]
-        more = max(16, triton.next_power_of_2(self.rank)) - self.rank
+        more = max(16, next_power_of_2(self.rank)) - self.rank
         self.down = F.pad(down.to(dtype), (0, 0, 0, more)).contiguous()
         self.up = F.pad((up * scale).to(dtype), (0, more)).contiguous()
 
@@ -443,7 +446,7 @@ def _zeros_like(inputs, wanted):
 def _shared_gradients(dy, shared, gate):
     """Return the gradients of the shared expert's output and of its gate."""
     d_shared, d_gate, n = torch.empty_like(shared), torch.empty_like(gate), shared.shape[1]
-    _shared_backward[(len(shared),)](dy.contiguous(), shared, gate, d_shared, d_gate, n, triton.next_power_of_2(n))
+    _shared_backward[(len(shared),)](dy.contiguous(), shared, gate, d_shared, d_gate, n, next_power_of_2(n))
     return d_shared, d_gate
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ...autograd import first_order
 from ...terms.products import Plan, Products, unflattened
-from . import ceil_div, on_its_device
+from . import ceil_div, next_power_of_2, on_its_device
 
 
 # Elements per tile, and backward programs per multiprocessor.
@@ -116,7 +116,7 @@ def _norm_backward(
 
 @lru_cache
 def _tile(width: int) -> dict[str, int]:
-    padded = triton.next_power_of_2(width)
+    padded = next_power_of_2(width)
     return {"ROWS": max(1, _TILE // padded), "WIDTH": padded, "num_warps": min(max(4, padded // 256), 16)}
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ...autograd import first_order
-from . import ceil_div, on_its_device
+from . import ceil_div, next_power_of_2, on_its_device
 from .norm import programs_for
 
 
@@ -154,7 +154,7 @@ class QKNormRope(torch.autograd.Function):
         k_out = torch.empty_like(k)
         r = torch.empty(length, q_heads + k.shape[1], dtype=torch.float32, device=q.device)
         half = cos.shape[1] // 2
-        ctx.sizes = (q_heads, k.shape[1], dim, half, triton.next_power_of_2(half), _TOKENS)
+        ctx.sizes = (q_heads, k.shape[1], dim, half, next_power_of_2(half), _TOKENS)
         grid = (ceil_div(length, _TOKENS), q_heads + k.shape[1])
         _rotary_forward[grid](q, k, q_weight, k_weight, cos, sin, q_out, k_out, gate, r, length, eps, *ctx.sizes)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, r)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from ...autograd import first_order
-from . import ceil_div, on_its_device
+from . import ceil_div, next_power_of_2, on_its_device
 from .gated_delta_rule import softplus
 
 
@@ -250,8 +250,8 @@ class SelectiveScan(torch.autograd.Function):
         a, d, bias = (z.contiguous() for z in (a, d, bias))
         channels, states = a.shape
         ctx.sizes = {"D": channels, "G": groups, "N": states}
-        padded = triton.next_power_of_2(states)
-        block = min(max(1, _TILE // padded), triton.next_power_of_2(channels // groups))
+        padded = next_power_of_2(states)
+        block = min(max(1, _TILE // padded), next_power_of_2(channels // groups))
         ctx.tile = ctx.sizes | {"BLOCK": block, "STATES": padded, "num_warps": 1}
         ctx.parts = ceil_div(channels // groups, block)
         ctx.programs = (len(chunks) * groups * ctx.parts,)

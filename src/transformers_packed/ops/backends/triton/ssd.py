@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ....boundaries import SequenceBoundaries
 from ...autograd import first_order
-from . import ceil_div, on_its_device
+from . import ceil_div, next_power_of_2, on_its_device
 from .gated_delta_rule import softplus
 
 
@@ -332,7 +332,7 @@ def size_of_heads(heads: int, dim: int, groups: int) -> int:
 
     Narrower tiles are no way out: triton 3.6 computes products of 16 columns wrongly on Hopper GPUs.
     """
-    size = max(8, triton.next_power_of_2(dim)) if dim < _COLUMNS else ceil_div(dim, _COLUMNS) * _COLUMNS
+    size = max(8, next_power_of_2(dim)) if dim < _COLUMNS else ceil_div(dim, _COLUMNS) * _COLUMNS
     while heads // groups * size % _COLUMNS:
         size *= 2
     return size
@@ -364,9 +364,9 @@ class SSD(torch.autograd.Function):
         a, d, bias = (z.contiguous() for z in (a, d, bias))
         heads, dim, groups, states = sizes
         step, sums = (torch.empty(len(x), heads, dtype=torch.float32, device=x.device) for _ in range(2))
-        ctx.steps = {"H": heads, "L": _CHUNK, "HEADS": min(_HEADS, triton.next_power_of_2(heads))}
+        ctx.steps = {"H": heads, "L": _CHUNK, "HEADS": min(_HEADS, next_power_of_2(heads))}
         ctx.tile = dict(zip("HPGN", sizes, strict=True)) | {"L": _CHUNK, "COLUMNS": _COLUMNS}
-        ctx.tile["STATES"] = min(_STATES, max(16, triton.next_power_of_2(states)))
+        ctx.tile["STATES"] = min(_STATES, max(16, next_power_of_2(states)))
         ctx.tile["SMALL"] = max(1, _COLUMNS // dim)
         # Tiles of several heads and of float32 take more registers and shared memory.
         few = x.dtype != torch.float32 and ctx.tile["SMALL"] == 1

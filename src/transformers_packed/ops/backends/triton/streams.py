@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ...autograd import first_order
-from . import ceil_div, on_its_device
+from . import ceil_div, next_power_of_2, on_its_device
 
 
 # Columns per program of the mean, and elements per program of the gates.
@@ -111,7 +111,7 @@ def _add_backward(
 
 @lru_cache
 def _tile(width: int) -> dict[str, int]:
-    padded = triton.next_power_of_2(width)
+    padded = next_power_of_2(width)
     return {"WIDTH": padded, "num_warps": min(max(4, padded // 512), 16)}
 
 
