@@ -3,8 +3,8 @@
 `ours` is this package's op, and `grouped_mm` Transformers' default. Both get the same logits, in which some experts are
 more likely than others, and compute all gradients. With `--lora`, the weights are frozen, adapters of rank 16 are trained, and
 `nf4` and `float8` have quantized weights. `nf4+bitsandbytes` dequantizes them by bitsandbytes, and `float8+reference` by
-PyTorch. The rate counts the useful products with the weights only, without padding of tiles and without anything computed twice: three times those of the
-forward, or twice with frozen weights.
+PyTorch. The rate counts the useful products with the weights only, without padding of tiles and without anything computed
+twice: three times those of the forward, or twice with frozen weights.
 
     python benchmarks/experts_layer.py --output benchmarks/results/experts.json
     python benchmarks/experts_layer.py --models 35B-A3B --tokens 2048 16384

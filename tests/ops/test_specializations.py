@@ -4,13 +4,11 @@ Triton compiles a kernel for each combination of constants, dtypes, and classes 
 multiple of 16 or another one, and a pointer is a multiple of 16 or not. Integers in `do_not_specialize` have no class.
 """
 
-import inspect
 import unittest
-from contextlib import contextmanager
-from unittest import mock
 
 import torch
 from common.fused import CASES, HEAD_CASES, boundaries_of, named
+from common.launches import specializations
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
@@ -22,43 +20,6 @@ from transformers_packed.ops.terms import Adapter, Float8Weight, Projection
 # An odd number, whose products with widths are multiples of 16 only if the widths are.
 BASE = 1001
 TOKENS = (1, 2, 16, 17, 64, 1024, 4096)
-
-
-def class_of(value):
-    """What Triton compiles a kernel for, of an argument."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.data_ptr() % 16 == 0
-    if hasattr(value, "block_shape"):
-        return class_of(value.base), tuple(value.block_shape)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return "1" if value == 1 else "a multiple of 16" if value % 16 == 0 else "another number"
-    return value if value is None else type(value).__name__
-
-
-@contextmanager
-def launches(compute: bool = False):
-    """Collect the names of launched kernels with the classes of their arguments. Kernels run only if `compute`."""
-    from triton.runtime.interpreter import InterpretedFunction
-
-    found, run = set(), InterpretedFunction.run
-
-    def record(kernel, *args, grid, warmup, **kwargs):
-        parameters = inspect.signature(kernel.fn).parameters
-        own = {name: value for name, value in kwargs.items() if name in parameters}
-        classes = {name: value for name, value in kwargs.items() if name not in parameters}
-        for name, value in inspect.signature(kernel.fn).bind(*args, **own).arguments.items():
-            if "constexpr" in str(parameters[name].annotation):
-                classes[name] = value
-            elif name in (kernel.kwargs["do_not_specialize"] or ()):
-                classes[name] = type(value).__name__
-            else:
-                classes[name] = class_of(value)
-        found.add((kernel.fn.__name__, *sorted(classes.items(), key=str)))
-        if compute:
-            run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
-
-    with mock.patch.object(InterpretedFunction, "run", record):
-        yield found
 
 
 def trained(*shapes, dtype=torch.float32):
@@ -148,11 +109,11 @@ OTHERS = [
 
 class SpecializationsTest(InterpretedKernelsTest):
     def check(self, run, base=BASE, others=TOKENS, **options):
-        with launches(**options) as expected:
+        with specializations(**options) as expected:
             run(base)
         self.assertTrue(expected, "no kernel was launched")
         for tokens in others:
-            with launches(**options) as found:
+            with specializations(**options) as found:
                 run(tokens)
             self.assertEqual(found - expected, set(), f"compiled again for {tokens} tokens")
 

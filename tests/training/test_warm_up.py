@@ -7,10 +7,10 @@ import itertools
 import random
 import tempfile
 import unittest
-from functools import lru_cache
 from unittest import mock
 
 import torch
+from common.launches import specializations
 from common.processes import run_once
 from mixins.triton import InterpretedKernelsTest
 from mixins.vision import TEXT, vision_config
@@ -267,27 +267,9 @@ class OurKernelsTest(InterpretedKernelsTest, KernelsTestCase):
     def setUp(self):
         InterpretedKernelsTest.setUp(self)
         KernelsTestCase.setUp(self)
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler.compiler import make_backend
-        from triton.runtime import interpreter
-        from triton.runtime.jit import JITFunction, create_function_from_signature
-
-        backend = make_backend(GPUTarget("cuda", 90, 32))
-
-        @lru_cache
-        def binder(function, unspecialized):
-            kernel = JITFunction(function, do_not_specialize=unspecialized)
-            return create_function_from_signature(kernel.signature, kernel.params, backend)
-
-        def run(kernel, *args, grid, warmup, **kwargs):
-            unspecialized = tuple(kernel.kwargs.get("do_not_specialize") or ())
-            _, specialization, options = binder(kernel.fn, unspecialized)(*args, **kwargs)
-            self.found.add((kernel.fn.__name__, str(specialization), str(sorted(options.items()))))
-
-        self.found = set()
         # Kernels only record their arguments, and their outputs are zeros.
+        self.found = self.enterContext(specializations())
         for place, name, value in (
-            (interpreter.InterpretedFunction, "run", run),
             (torch, "empty", torch.zeros),
             (torch, "empty_like", torch.zeros_like),
             (torch.Tensor, "new_empty", torch.Tensor.new_zeros),

@@ -99,7 +99,7 @@ def attention(
         others = _of_other_runs(module, query[:, :, length:], of_keys, of_values, runs, keys, options)
     q, k, v = (x[:, :, :length] for x in (query, key, value))
     output = attention_of_row(module, q, k, v, None, boundaries=alone, impl=impl, **options)[0]
-    return torch.cat([output, *others], dim=1), None
+    return torch.cat([output, *others], dim=1) if others else output, None
 
 
 def _of_other_runs(module, query, key, value, runs, keys, options) -> list[torch.Tensor]:

@@ -26,6 +26,8 @@ PADDED = "Use padded batches, or pass verify=False to train anyway."
 # Largest relative difference of a loss, and of a gradient, by the precision of the matrix products. In bfloat16, gradients
 # of the row and of the padded batch were 1 to 5 % apart with 4 to 24 layers, and a loss per sample 36 %.
 BARS = {"float32": (1e-4, 1e-3), "tf32": (1e-3, 2e-2), "half": (2e-2, 0.15), "float8": (5e-2, 0.5)}
+# A loss, and its gradient with respect to the documents' embeddings.
+Measured = tuple[float, torch.Tensor]
 
 
 class DifferenceError(ValueError):
@@ -160,9 +162,7 @@ def compare(
     return None
 
 
-def is_as_close(
-    row: tuple[float, torch.Tensor], padded: tuple[float, torch.Tensor], exact: tuple[float, torch.Tensor]
-) -> bool:
+def is_as_close(row: Measured, padded: Measured, exact: Measured) -> bool:
     """Whether the loss and the gradient of a row are at most twice as far from the exact ones as those of the padded batch.
 
     What is not different by the bar of 16 bits is close too.

@@ -63,7 +63,7 @@ from ..restore import (
 from ..sequence_parallel import PartCollator
 from ..setup import Setup
 from ..typed import Trainer
-from ..verify import BARS, PADDED, DifferenceError, check_leak, compare, is_as_close, precision_of
+from ..verify import BARS, PADDED, DifferenceError, Measured, check_leak, compare, is_as_close, precision_of
 from ..warm_up import compiles_kernels, make_row, only_loss
 from .warm_up import WarmUpCallback, evaluates
 
@@ -73,8 +73,6 @@ logger = logging.get_logger(__name__)
 # Documents of the row, and the most tokens of each. Their lengths differ, so that means over documents and over tokens do.
 _LENGTHS = (20, 48, 32)
 Found = TypeVar("Found")
-# A loss, and its gradient with respect to the documents' embeddings.
-Measured = tuple[float, torch.Tensor]
 
 
 class VerifyCallback(TrainerCallback):
