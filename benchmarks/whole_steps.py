@@ -202,7 +202,7 @@ def measure(args, config: dict) -> dict:
         model = with_lora(model, False)
     clock = Clock(args)
     # Many more than are read, so that the extra rows of a plan take little from each row.
-    rows = max(400, 2 * settings.world_size * settings.max_steps)
+    rows = max(400 * 16384 // args.tokens, 2 * settings.world_size * settings.max_steps)
     given = None if optimizer is None else class_and_kwargs(args.optim, settings)
     trainer = PackedTrainer(
         model,
