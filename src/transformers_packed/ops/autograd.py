@@ -5,7 +5,8 @@ incoming gradient that is a constant, such as that of a loss, and a second diffe
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
+from typing import Any
 
 import torch
 
@@ -34,6 +35,38 @@ def first_order(
         return run
 
     return decorate
+
+
+def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
+    """Save tensors for the backward, which gets them from [`saved`]. Hooks get them now, not after the forward.
+
+    Gradient checkpointing computes a layer again until its hooks have all tensors that the layer saved. So the last
+    product of a layer is not computed again if the function that runs it saves before.
+
+    Args:
+        ctx (`torch.autograd.function.FunctionCtx`):
+            Context of an autograd function, in its forward.
+        *tensors (`torch.Tensor`, *optional*):
+            Inputs of the function, and what it has computed of them, but no outputs.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or not any(ctx.needs_input_grad):
+        ctx.save_for_backward(*tensors)
+        ctx.packed = None
+        return
+    pack, unpack = hooks
+    ctx.packed = [x if x is None else partial(unpack, pack(x.detach())) for x in tensors]
+
+
+def saved(ctx: Any) -> tuple[Any, ...]:
+    """Return the tensors of [`save`], once in a backward."""
+    if ctx.packed is None:
+        return ctx.saved_tensors
+    found = tuple(load if load is None else load() for load in ctx.packed)
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        # As PyTorch frees saved tensors: a second backward gets its error.
+        ctx.packed = None
+    return found
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:

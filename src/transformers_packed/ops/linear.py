@@ -194,15 +194,17 @@ class _SharedInputLinears(torch.autograd.Function):
         inputs = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
         products = Products(ctx, plan, tensors, dtype)
         by_row = products.by_row
-        outputs = products.forward(inputs.reshape(-1, inputs.shape[-1]) if by_row else inputs, keep=True)
-        if by_row or any(y._is_view() for y in outputs):
-            outputs = [unflattened(y, inputs.shape[:-1]) for y in outputs]
+        rows = inputs.reshape(-1, inputs.shape[-1]) if by_row else inputs
+        products.prepare(rows, keep=True)
         if not products.needs_rows():
             ctx.recompute = source = weight = None
         elif recompute is None:
             source = inputs
         products.save(ctx, source, weight)
         ctx.set_materialize_grads(False)
+        outputs = products.forward(rows)
+        if by_row or any(y._is_view() for y in outputs):
+            outputs = [unflattened(y, inputs.shape[:-1]) for y in outputs]
         return tuple(outputs)
 
     @staticmethod

@@ -23,7 +23,7 @@ class Bias(Term):
                 tensors += [tensor for _, tensor in biases]
         return (plan, tensors) if plan else None
 
-    def forward(self, rows, outputs, keep):
+    def forward(self, rows, outputs):
         biases = iter(self.tensors)
         for i, scales in self.plan:
             first, *others = [_scaled(bias, scale).to(self.dtype) for scale, bias in zip(scales, biases, strict=False)]

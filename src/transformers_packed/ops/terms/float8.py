@@ -47,8 +47,9 @@ class Float8(Term):
         tensors = iter(tensors)
         self.weights = [Float8Weight(next(tensors)) if stored is None else stored for _, stored in plan]
         self.sizes = [len(weight.values) for weight in self.weights]
-        # The rows and their scales, if another kernel has cast them for the forward.
+        # The rows and their scales, which another kernel may have cast for the forward, and those of each weight.
         self.cast: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.factors: list[tuple[torch.Tensor, torch.Tensor]] = []
         # The transposed rows, if another kernel writes them to `new_columns` in the backward.
         self.row_columns: torch.Tensor | None = None
         # The transposed gradients of the outputs, if the weights need gradients.
@@ -64,17 +65,21 @@ class Float8(Term):
         plan = [(i, weight if weight.scale is not None else None) for i, weight in mine.items()]
         return plan, [weight.values for weight in mine.values() if weight.scale is None]
 
-    def forward(self, rows, outputs, keep):
-        cast, scale = cast_rows(rows) if self.cast is None else self.cast
-        scales = []
-        for (i, _), weight in zip(self.plan, self.weights, strict=True):
-            values, of_weight = cast_rows(weight.values) if weight.scale is None else weight[:2]
-            y = product(cast, values, scale, of_weight, self.dtype)
-            outputs[i] = y if outputs[i] is None else y + outputs[i]
-            scales.append(of_weight)
+    def prepare(self, rows, keep):
+        if self.cast is None:
+            self.cast = cast_rows(rows)
+        cast, scale = self.cast
+        self.factors = [cast_rows(weight.values) if weight.scale is None else weight[:2] for weight in self.weights]
+        scales = [of_weight for _, of_weight in self.factors]
         # Scales of the rows, scales of the weights' rows, and the cast rows if the gradients of weights need them.
         keep = keep and any(self.wanted)
         self.kept = [scale, torch.cat(scales) if len(scales) > 1 else scales[0], cast if keep else None]
+
+    def forward(self, rows, outputs):
+        cast, scale = self.cast
+        for (i, _), (values, of_weight) in zip(self.plan, self.factors, strict=True):
+            y = product(cast, values, scale, of_weight, self.dtype)
+            outputs[i] = y if outputs[i] is None else y + outputs[i]
 
     def needs_rows(self):
         return any(self.wanted) and self.kept[2] is None

@@ -96,7 +96,7 @@ class LowRank(Term):
         matrices = [*narrow.values(), *(a.down for _, a in adapters), *(a.up for _, a in adapters)]
         return _Plan(of_narrow, of_adapters, end, width), matrices
 
-    def forward(self, rows, outputs, keep):
+    def prepare(self, rows, keep):
         stack, ups = self._cast()
         low, seeds = rows.new_empty(len(rows), self.plan.width), None
         if stack is not None:
@@ -110,10 +110,9 @@ class LowRank(Term):
         # A stack that is a weight itself is saved as such.
         own = stack is None or any(stack is tensor for tensor in self.tensors)
         self.kept = [None if own else stack, low, seeds, *ups]
-        self._add_to(outputs, low, ups)
 
-    def _add_to(self, outputs, low, ups):
-        """Add the products of the second matrices with `low`, and the narrow weights' own columns of it."""
+    def forward(self, rows, outputs):
+        _, low, _, *ups = self.kept
         # Only products with weights in float8 have memory of their own, in which sums may run.
         own = {i for i, y in enumerate(outputs) if y is not None and y.ndim == 2}
         for i, columns in self.plan.narrow:

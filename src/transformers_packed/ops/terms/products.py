@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..autograd import save, saved
 from .bias import Bias
 from .float8 import Float8, Float8Weight
 from .low_rank import Adapter, LowRank
@@ -59,7 +60,8 @@ def planned(projections: Sequence[Projection]) -> tuple[Plan, list[torch.Tensor]
 class Products:
     """The outputs of layers for rows `[T, in]`, and their gradients, for use in an autograd function.
 
-    The forward creates it, and saves it with [`Products.save`]. The backward gets it back from [`Products.restored`].
+    The forward creates it, calls [`Products.prepare`], and saves it with [`Products.save`] before the outputs are computed.
+    The backward gets it back from [`Products.restored`].
 
     Args:
         ctx (`torch.autograd.function.FunctionCtx`):
@@ -81,18 +83,18 @@ class Products:
     def save(self, ctx: Any, *others: torch.Tensor | None) -> None:
         """Save what the backward needs, and `others`."""
         ctx.products = self.plan, self.dtype, len(others), [len(term.kept) for term in self.terms]
-        ctx.save_for_backward(*others, *self.tensors, *chain.from_iterable(term.kept for term in self.terms))
+        save(ctx, *others, *self.tensors, *chain.from_iterable(term.kept for term in self.terms))
 
     @classmethod
     def restored(cls, ctx: Any) -> tuple["Products", tuple[torch.Tensor | None, ...]]:
         """Return the instance of the forward, and the `others` that [`Products.save`] got."""
         plan, dtype, first, sizes = ctx.products
-        saved = ctx.saved_tensors
-        products = cls(ctx, plan, saved[first : first + plan.size], dtype)
-        kept = iter(saved[first + plan.size :])
+        tensors = saved(ctx)
+        products = cls(ctx, plan, tensors[first : first + plan.size], dtype)
+        kept = iter(tensors[first + plan.size :])
         for term, size in zip(products.terms, sizes, strict=True):
             term.kept = list(islice(kept, size))
-        return products, saved[:first]
+        return products, tensors[:first]
 
     @property
     def by_row(self) -> bool:
@@ -107,8 +109,8 @@ class Products:
         """Whether a term but `other` reads the rows."""
         return any(term.reads_rows for term in self.terms if term is not other)
 
-    def forward(self, rows: torch.Tensor | None, keep: bool = False) -> list[torch.Tensor]:
-        """Return the outputs `[T, out]` for `rows` `[T, in]` in the dtype of the products.
+    def prepare(self, rows: torch.Tensor | None, keep: bool = False) -> None:
+        """Compute what the backward needs besides the outputs.
 
         Args:
             rows (`torch.Tensor` of shape `[T, in]`, *optional*):
@@ -116,9 +118,14 @@ class Products:
             keep (`bool`, *optional*, defaults to `False`):
                 Whether terms may keep the rows in a form of their own, which [`Products.needs_rows`] then leaves out.
         """
+        for term in self.terms:
+            term.prepare(rows, keep)
+
+    def forward(self, rows: torch.Tensor | None) -> list[torch.Tensor]:
+        """Return the outputs `[T, out]` for the rows of [`Products.prepare`], in the dtype of the products."""
         outputs: list[Any] = [None] * self.plan.layers
         for term in self.terms:
-            term.forward(rows, outputs, keep)
+            term.forward(rows, outputs)
         return outputs
 
     def needs_rows(self) -> bool:

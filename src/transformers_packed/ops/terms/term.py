@@ -30,7 +30,7 @@ class Term:
 
     def __init__(self, plan: Any, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], dtype: torch.dtype):
         self.plan, self.tensors, self.wanted, self.dtype = plan, tensors, wanted, dtype
-        # What the backward needs besides the tensors. The forward sets it.
+        # What the backward needs besides the tensors. `prepare` sets it.
         self.kept: Sequence[Any] = ()
 
     @staticmethod
@@ -45,11 +45,14 @@ class Term:
         """
         raise NotImplementedError
 
-    def forward(self, rows: torch.Tensor | None, outputs: list[torch.Tensor | None], keep: bool) -> None:
-        """Add this term to the outputs, `None` where nothing has been added. A bias `[out]` alone is not yet expanded.
+    def prepare(self, rows: torch.Tensor | None, keep: bool) -> None:
+        """Compute what the backward needs of the forward, before the products of the outputs.
 
         With `keep`, the term may keep the rows in a form of its own instead of needing them in the backward.
         """
+
+    def forward(self, rows: torch.Tensor | None, outputs: list[torch.Tensor | None]) -> None:
+        """Add this term to the outputs, `None` where nothing has been added. A bias `[out]` alone is not yet expanded."""
         raise NotImplementedError
 
     def needs_rows(self) -> bool:

@@ -71,7 +71,7 @@ class Weights(Term):
         tensors = [weight for weight in weights.values() if isinstance(weight, torch.Tensor)]
         return [(i, None if isinstance(weight, torch.Tensor) else weight) for i, weight in weights.items()], tensors
 
-    def forward(self, rows, outputs, keep):
+    def forward(self, rows, outputs):
         for i, weight in self.weights:
             weight, y = self._cast(weight), outputs[i]
             # A bias is added by the product.

@@ -123,11 +123,10 @@ class GLU(torch.autograd.Function):
             float8.cast = cast, scale
         elif y is not None and y.numel():
             _gate_forward[(ceil_div(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
-        if plan.layers:
-            (output,) = products.forward(None if y is None else y.view(-1, width))
-            y = unflattened(output, x.shape[:-1])
+        rows = None if y is None else y.view(-1, width)
+        products.prepare(rows)
         products.save(ctx, gate, x)
-        return y
+        return unflattened(products.forward(rows)[0], x.shape[:-1]) if plan.layers else y
 
     @staticmethod
     @first_order()

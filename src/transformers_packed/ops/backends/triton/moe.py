@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...autograd import first_order
+from ...autograd import first_order, save, saved
 from ...terms import PIECE as _PIECE
 from ...terms import DequantizedExperts
 from . import ceil_div, next_power_of_2, on_its_device
@@ -426,6 +426,10 @@ class _Factors:
     def backward(self):
         return self.up.transpose(1, 2).contiguous(), self.down
 
+    def narrow(self, plan, rows):
+        """Return the product of the rows with the first matrix, `[S, rank]`."""
+        return F.grouped_mm(rows, self.down.transpose(1, 2), offs=plan.ends)
+
     def gradients(self, plan, d_rows, low, rows, d_low):
         """Return the gradients of both matrices from the rows' gradients, and from those of the narrow products."""
         down, up = self.matrices
@@ -465,24 +469,23 @@ class Experts(torch.autograd.Function):
         first_weight, second_weight = _either(ctx.quantized, gate_up, down)
         index, weights, number = index.contiguous(), weights.contiguous(), first_weight.shape[0]
         shared, gate = (None if t is None else t.contiguous() for t in (shared, gate))
-        rows, low1, low2, both, plan = x.to(dtype).contiguous(), None, None, None, (None, None, None)
+        rows, low, both, order = x.to(dtype).contiguous(), None, None, (None, None, None)
         if len(rows):
             plan = _Plan.of(index, number)
             first, second = _Factors.of(matrices, scales, dtype)
             keep = keep and any(ctx.needs_input_grad)
-            h, both, low1 = plan.gate_up(rows, first_weight, first, keep)
-            y, low2 = plan.rows_times_experts(h, second_weight, second, transposed=True, scatter=True)
-            y = _sum_of_choices(y, index, weights, number, x.dtype, shared, gate)
-            plan = plan.order, plan.ends, plan.tiles
-        ctx.save_for_backward(rows, index, weights, gate_up, down, shared, gate, *matrices, low1, low2, both, *plan)
-        return y if len(rows) else torch.empty_like(x)
+            h, both, low = plan.gate_up(rows, first_weight, first, keep)
+            order = plan.order, plan.ends, plan.tiles
+        save(ctx, rows, index, weights, gate_up, down, shared, gate, *matrices, low, both, *order)
+        if not len(rows):
+            return torch.empty_like(x)
+        y, _ = plan.rows_times_experts(h, second_weight, second, transposed=True, scatter=True)
+        return _sum_of_choices(y, index, weights, number, x.dtype, shared, gate)
 
     @staticmethod
     @first_order()
     def backward(ctx, dy):
-        x, index, weights, gate_up, down, shared, gate, *matrices, low1, low2, both, order, ends, tiles = (
-            ctx.saved_tensors
-        )
+        x, index, weights, gate_up, down, shared, gate, *matrices, low, both, order, ends, tiles = saved(ctx)
         for_x, _, for_weights, for_gate_up, for_down, *for_shared, _ = ctx.needs_input_grad[:8]
         for_matrices = ctx.needs_input_grad[8:]
         if order is None:
@@ -501,9 +504,8 @@ class Experts(torch.autograd.Function):
         if for_down:
             d_down = plan.weight_gradient(dy, dh, down.dtype)
         if any(for_matrices[2:]):
-            # `dy` has no weights, so the other factor gets them.
-            low2 = low2 * weights.flatten()[order, None].to(dtype)
-            found[2:] = second.gradients(plan, dy, low2, dh, d_low)
+            # `dy` has no weights, so the other factor has them, as `dh` does now.
+            found[2:] = second.gradients(plan, dy, second.narrow(plan, dh), dh, d_low)
         del dh, dy
         if for_x or any(for_matrices[:2]):
             rows, d_low = plan.rows_times_experts(d_both, first_weight, first, transposed=False, scatter=True)
@@ -513,7 +515,7 @@ class Experts(torch.autograd.Function):
             rows = plan.gathered(x)
             d_gate_up = plan.weight_gradient(d_both, rows, gate_up.dtype) if for_gate_up else None
             if any(for_matrices[:2]):
-                found[:2] = first.gradients(plan, d_both, low1, rows, d_low)
+                found[:2] = first.gradients(plan, d_both, low, rows, d_low)
         found = [x if wanted else None for x, wanted in zip(found, for_matrices, strict=True)]
         d_weights = d_weights if for_weights else None
         return dx, None, d_weights, d_gate_up, d_down, d_shared, d_gate, None, *found

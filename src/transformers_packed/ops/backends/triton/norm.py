@@ -169,11 +169,11 @@ class RMSNorm(torch.autograd.Function):
         stride = width if gate is None else gate.stride(0)
         _norm_forward[grid](x, residual, gate, weight, y, total, r, rows, width, stride, eps, **ctx.options)
         products = Products(ctx, plan, tensors, y.dtype)
-        if plan.layers:
-            (output,) = products.forward(y.view(-1, ctx.shape[-2:].numel()))
+        rows = y.view(-1, ctx.shape[-2:].numel()) if plan.layers else None
+        products.prepare(rows)
         products.save(ctx, total, weight, gate, r)
         if plan.layers:
-            return unflattened(output, ctx.shape[:-2])
+            return unflattened(products.forward(rows)[0], ctx.shape[:-2])
         if residual is None:
             return (y, given) if stream else y
         return y, total

@@ -1,0 +1,215 @@
+"""What autograd functions save, and when: before their last product, which gradient checkpointing then leaves out."""
+
+import unittest
+import weakref
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+from unittest import mock
+
+import torch
+from mixins.triton import InterpretedKernelsTest
+from parameterized import parameterized
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
+
+from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5MLP
+from transformers_packed.ops import experts, gated_rms_norm, glu
+from transformers_packed.ops.autograd import save, saved
+from transformers_packed.ops.linear import shared_input_linears
+from transformers_packed.ops.terms import Adapter, Float8Weight, Projection
+
+
+# Weights of up to 128 rows share a product with the adapters.
+TOKENS, WIDTH, OUT, RANK = 6, 160, 144, 2
+# FLOPs of the products with the weight and with the first matrix of the adapter.
+LARGE, NARROW = 2 * TOKENS * WIDTH * OUT, 2 * TOKENS * WIDTH * RANK
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, other=None):
+        save(ctx, x, other, x * x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, other, square = saved(ctx)
+        assert other is None and torch.equal(square, x * x)
+        return 3 * square * gradient, None
+
+
+def run(function, *inputs):
+    """The output of a function of tensors that need gradients, and their gradients."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    y = function(*inputs)
+    y.sin().sum().backward()
+    return y.detach(), *(x.grad for x in inputs)
+
+
+def again(function):
+    return partial(checkpoint, function, use_reentrant=False)
+
+
+class Work(TorchDispatchMode):
+    """Counts the FLOPs of matrix products, and the launches of each kernel in Triton's interpreter."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops, self.launches, self.patch = 0, Counter(), None
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.overloadpacket.__name__.rstrip("_") in ("mm", "addmm", "_scaled_mm"):
+            left, right = [x for x in args if isinstance(x, torch.Tensor)][-2:]
+            self.flops += 2 * left.numel() * right.shape[1]
+        return op(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        from triton.runtime.interpreter import InterpretedFunction
+
+        run = InterpretedFunction.run
+
+        def counted(kernel, *args, **kwargs):
+            self.launches[kernel.fn.__name__] += 1
+            return run(kernel, *args, **kwargs)
+
+        self.patch = mock.patch.object(InterpretedFunction, "run", counted)
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patch.stop()
+        return super().__exit__(*error)
+
+
+def work_again(function, *inputs):
+    """The FLOPs and launches that checkpointing adds to those of a function and of its gradients."""
+    found = []
+    for each in (function, again(function)):
+        with Work() as work:
+            run(each, *inputs)
+        found.append(work)
+    return found[1].flops - found[0].flops, found[1].launches - found[0].launches
+
+
+class SaveTest(unittest.TestCase):
+    def setUp(self):
+        self.x = torch.arange(1.0, 4.0, requires_grad=True)
+
+    @parameterized.expand([("plain", Cube.apply), ("checkpointed", again(Cube.apply))])
+    def test_gradients(self, _, function):
+        for retained in (True, False):
+            y = function(self.x)
+            for _ in range(1 + retained):
+                (found,) = torch.autograd.grad(y.sum(), self.x, retain_graph=retained)
+                self.assertEqual(found.tolist(), [3.0, 12.0, 27.0])
+
+    @parameterized.expand([("plain",), ("hooked",)])
+    def test_a_second_backward_is_an_error(self, kind):
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with hooks if kind == "hooked" else nullcontext():
+            y = Cube.apply(self.x)
+        y.sum().backward()
+        with self.assertRaisesRegex(RuntimeError, "backward through the graph a second time"):
+            y.sum().backward()
+
+    def test_what_hooks_return_is_freed_with_the_backward(self):
+        packed = []
+
+        class Packed:
+            def __init__(self, x):
+                self.x = x
+                packed.append(weakref.ref(self))
+
+        with torch.autograd.graph.saved_tensors_hooks(Packed, lambda found: found.x):
+            y = Cube.apply(self.x)
+        self.assertEqual([found() is not None for found in packed], [True, True])
+        y.sum().backward(retain_graph=True)
+        self.assertEqual([found() is not None for found in packed], [True, True])
+        y.sum().backward()
+        self.assertEqual([found() is not None for found in packed], [False, False])
+
+    def test_nothing_is_packed_without_a_need(self):
+        packed = []
+        with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda x: x):
+            Cube.apply(self.x.detach())
+        self.assertEqual(packed, [])
+
+
+def layer(adapted, in_float8):
+    generator = torch.Generator().manual_seed(0)
+    weight, down, up = (torch.randn(size, generator=generator) for size in ((OUT, WIDTH), (RANK, WIDTH), (OUT, RANK)))
+    weight = Float8Weight(weight.bfloat16()) if in_float8 else weight
+    adapters = (Adapter(down.requires_grad_(), up.requires_grad_()),) if adapted else ()
+    return Projection(weight, None, adapters)
+
+
+LAST = {
+    "glu": lambda last, x: glu(x, x + 1, last, impl="triton"),
+    "sigmoid": lambda last, x: glu(x, x + 1, last, activation="sigmoid", impl="triton"),
+    "linear": lambda last, x: shared_input_linears(x, last, impl="fused")[0],
+    "norm": lambda last, x: gated_rms_norm(
+        *(x.view(1, TOKENS, 2, -1),) * 2, torch.ones(WIDTH // 2), linear_weight=last, impl="triton"
+    ),
+}
+
+
+class LastProductTest(InterpretedKernelsTest):
+    """A layer that ends with a product, as most decoder layers do, computes all but this product again."""
+
+    @parameterized.expand(
+        [
+            (f"{name}{'_lora' * adapted}{'_float8' * in_float8}", op, adapted, in_float8)
+            for name, op in LAST.items()
+            for adapted in (False, True)
+            for in_float8 in (False, True)
+        ]
+    )
+    def test_ops(self, name, op, adapted, in_float8):
+        last = layer(adapted, in_float8)
+        x = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+        x = x.bfloat16() if in_float8 else x
+
+        def block(x):
+            return x[..., :OUT] + op(last, x)
+
+        expected, found = run(block, x), run(again(block), x)
+        self.assertTrue(all(map(torch.equal, found, expected)))
+        with torch.no_grad(), Work() as work:
+            block(x)
+        self.assertGreaterEqual(work.flops, adapted * NARROW + LARGE * (not in_float8))
+        self.assertEqual(work_again(block, x)[0], adapted * NARROW)
+
+    @parameterized.expand([("plain", 0), ("lora", RANK)])
+    def test_experts(self, _, rank):
+        generator = torch.Generator().manual_seed(0)
+        gate_up, down = (torch.randn(size, generator=generator).bfloat16() for size in ((3, 128, 64), (3, 64, 64)))
+        adapters = [
+            Adapter(*(torch.randn(3, *size, generator=generator).requires_grad_() for size in sizes)) if rank else None
+            for sizes in (((rank, 64), (128, rank)), ((rank, 64), (64, rank)))
+        ]
+        index, weights = torch.tensor([[0, 1], [1, 2], [2, 0]]), torch.full((3, 2), 0.5)
+
+        def block(x):
+            return x + experts(
+                x, index, weights, gate_up, down, gate_up_adapter=adapters[0], down_adapter=adapters[1], impl="triton"
+            )
+
+        x = torch.randn(3, 64, generator=generator).bfloat16()
+        self.assertTrue(all(map(torch.equal, run(block, x), run(again(block), x))))
+        _, launches = work_again(block, x)
+        self.assertEqual(launches, {"_plan": 1, "_gate_up": 1})
+
+    def test_as_much_again_as_in_the_stock_mlp(self):
+        config = Qwen3_5TextConfig(hidden_size=16)
+        stock, ours = builtin.Qwen3_5MLP(config, 32), Qwen3_5MLP(config, 32)
+        x = torch.randn(1, TOKENS, 16)
+        expected, found = (work_again(block, x)[0] for block in (stock, ours))
+        self.assertEqual(found, expected)
+        self.assertEqual(found, 2 * TOKENS * 16 * 32 * 2)
+
+
+if __name__ == "__main__":
+    unittest.main()
