@@ -45,15 +45,23 @@ TINY = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 16, "num_hidde
 
 
 class Gpu:
-    """Milliseconds (host, GPU) and GiB (kept, step) of a row without graphs and with them, and the memory of the GPU."""
+    """Milliseconds (host, GPU) and GiB (kept, step) of a row without graphs and with them, and the memory of the GPU.
 
-    def __init__(self, plain=(80, 81), graphed=(1, 30), without=(6, 3), with_graphs=(8, 1), total=80, free=80):
+    A row of `short` takes other milliseconds.
+    """
+
+    def __init__(
+        self, plain=(80, 81), graphed=(1, 30), without=(6, 3), with_graphs=(8, 1), total=80, free=80, short=None
+    ):
         self.plain, self.graphed, self.without, self.with_graphs = plain, graphed, without, with_graphs
         self.total, self.free, self.text, self.repeats = total, free, None, []
+        self.short, self.rows = short, []
 
     def time(self, run, repeats=5):
         run()
         self.repeats.append(repeats)
+        if self.short and run in self.rows:
+            return self.short
         return self.graphed if records_graphs(self.text) else self.plain
 
     def memory(self, run):
@@ -126,7 +134,12 @@ class ChoiceTest(GivenGpuTest):
             model(**row_of([20, 30])).loss.backward()
             model.zero_grad()
 
-        return choose_graphs(model, ROW_LENGTH, run, rows_per_step=rows)
+        def run_short():
+            model(**row_of([2, 3])).loss.backward()
+            model.zero_grad()
+
+        self.gpu.rows = [run_short]
+        return choose_graphs(model, ROW_LENGTH, run, run_short, rows_per_step=rows)
 
     @parameterized.expand(
         [
@@ -134,7 +147,15 @@ class ChoiceTest(GivenGpuTest):
             # The rest of a step takes the host a fifth more.
             ("bound by the host", {"graphed": (1, 86)}, True, f"a row takes 86 ms {WITHOUT}", 2),
             ("bound by the GPU", {"plain": (66, 81)}, False, "a row takes the GPU 81 ms and the host about", 0),
-            ("far from the host", {"plain": (40, 81)}, False, "a row takes the GPU 81 ms and the host about", 0),
+            ("far from the host", {"plain": (33, 81)}, False, "a row takes the GPU 81 ms and the host about", 0),
+            # While the GPU is behind, the host waits in the launches of the row.
+            (
+                "blocked by the GPU",
+                {"short": (30, 31)},
+                False,
+                "a row takes the GPU 81 ms and the host about 36 ms",
+                0,
+            ),
             ("slower", {"graphed": (1, 88)}, False, f"a row takes 88 ms {WITHOUT}", 2),
             # 0.9 * 13.3 GiB less 6 GiB between steps and 3 GiB of a step.
             ("no room for a row", {"total": 13.3}, False, "graphs may need 3.0 GiB, and 3.0 GiB are free", 0),
@@ -153,7 +174,8 @@ class ChoiceTest(GivenGpuTest):
         self.assertEqual(RunsAgain.made, recordings)
         self.assertEqual(records_graphs(model.model), expected)
         # One row tells that the GPU takes much longer.
-        self.assertEqual(self.gpu.repeats[:2], [1] if options.get("plain") == (40, 81) else [1, 5])
+        far = options.get("plain") == (33, 81) or "short" in options
+        self.assertEqual(self.gpu.repeats[:3], [5, 1] if far else [5, 1, 5])
 
     def test_accumulation_shares_the_rest_of_a_step(self):
         model, _ = models_of()
@@ -191,8 +213,10 @@ class ChoiceTest(GivenGpuTest):
 
         with mock.patch.object(graphs, "_memory", noted):
             run, longest, other = rows("row", 20, 30), rows("longest", 120), rows("other", *[10] * 9)
-            self.assertTrue(choose_graphs(model, ROW_LENGTH, run, longest, [other])[0])
-        self.assertEqual(ran, ["row"] * 3 + ["memory of", "longest"] + ["row"] * 2 + ["other", "memory of", "row"])
+            short = rows("short", 2, 3)
+            self.assertTrue(choose_graphs(model, ROW_LENGTH, run, short, longest, [other])[0])
+        timed = ["short"] * 2 + ["row"] * 3
+        self.assertEqual(ran, timed + ["memory of", "longest"] + ["row"] * 2 + ["other", "memory of", "row"])
         self.assertEqual(RunsAgain.made, 4)
 
     def test_moments_of_adam_need_room(self):
@@ -366,6 +390,22 @@ class TrainerTest(GivenGpuTest):
         self.assertEqual((lines, RunsAgain.made), ([], made))
         for a, b in zip(graphed.model.parameters(), plain.model.parameters(), strict=True):
             torch.testing.assert_close(a, b)
+
+    @parameterized.expand([("longer", 20, 20), ("shorter", 500, None), ("many documents", 1, 8)])
+    def test_the_row_that_tells_the_host(self, _, limit, expected):
+        """Batches of four documents have 84 to 114 tokens."""
+        lengths = []
+
+        def choose(model, max_length, run, short, *_):
+            lengths.append(short)
+            return False, "a test"
+
+        def make_row(model, documents, *_):
+            return sum(documents)
+
+        with mock.patch.multiple(callback, _HOST_ROW=limit, choose_graphs=choose, make_row=make_row):
+            self.configured()
+        self.assertEqual([short and short.args[0] for short in lengths], [expected])
 
     def test_without_measurement(self):
         trainer, lines = self.configured(train=False, cuda_graphs=True)

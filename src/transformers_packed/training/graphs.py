@@ -21,6 +21,7 @@ def choose_graphs(
     model: torch.nn.Module,
     max_length: int,
     run: Callable[[], None],
+    run_short: Callable[[], None] | None = None,
     run_longest: Callable[[], None] | None = None,
     others: Sequence[Callable[[], None]] = (),
     rows_per_step: int = 1,
@@ -37,6 +38,9 @@ def choose_graphs(
             The length in tokens of the longest row with a graph. A multiple of 64.
         run (`Callable`):
             Runs forward and backward of a typical row, and leaves no gradients.
+        run_short (`Callable`, *optional*):
+            The same for a row with as many launches that takes the GPU less time than the host. While the GPU is behind,
+            CUDA lets the host wait, and a longer row would not tell the host's own time. By default, rows are short.
         run_longest (`Callable`, *optional*):
             The same for the longest row, which may have no graph. By default, rows have the same length.
         others (`Sequence[Callable]`, *optional*):
@@ -49,7 +53,8 @@ def choose_graphs(
     """
     on = False
     try:
-        on, reason = _choose(model, max_length, run, run_longest or run, others, 1 + _REST / rows_per_step)
+        short, longest = run_short or run, run_longest or run
+        on, reason = _choose(model, max_length, run, short, longest, others, 1 + _REST / rows_per_step)
     except Exception as error:
         reason = f"measuring stopped with {type(error).__name__}: {error}"
     finally:
@@ -58,13 +63,14 @@ def choose_graphs(
     return on, reason
 
 
-def _choose(model, max_length, run, run_longest, others, step_per_row):
+def _choose(model, max_length, run, run_short, run_longest, others, step_per_row):
+    run_short()
+    host = step_per_row * _time(run_short)[0]
     run()
-    host, plain = _time(run, 1)
+    plain = _time(run, 1)[1]
     # One row shows a large difference.
     if 2 * host > plain:
-        host, plain = _time(run)
-    host *= step_per_row
+        plain = _time(run)[1]
     if host < plain:
         return False, f"a row takes the GPU {plain:.0f} ms and the host about {host:.0f} ms"
     # AdamW has two moments for each trained parameter, which exist from the first step on.

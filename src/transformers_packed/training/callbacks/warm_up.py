@@ -29,6 +29,8 @@ logger = logging.get_logger(__name__)
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Tokens of a row if samples come from a stream.
 _SHORT_ROW = 1024
+# Tokens of a row that tells the host's time: as many as layers in float8 need, and few for the GPU.
+_HOST_ROW = 2048
 
 
 class WarmUpCallback(TrainerCallback):
@@ -139,11 +141,13 @@ class GraphsCallback(WarmUpCallback):
         self.chose = True
         with as_before(model, device):
             typical = partial(run, make(rows.tokens, rows.documents))
+            few = max(_HOST_ROW, 2 * rows.documents)
+            short = partial(run, make(few, rows.documents)) if rows.tokens > few else None
             # A row that is bound by the GPU needs none of these, so they are made when they run.
             longest = partial(run_new, rows.longest, rows.documents) if rows.longest > rows.tokens else None
             others = [partial(run_new, rows.tokens, number) for number in documents_of_graphs(rows.fewest, rows.most)]
             accumulated = trainer.args.gradient_accumulation_steps
-            on, reason = choose_graphs(model, rows.max_length, typical, longest, others, accumulated)
+            on, reason = choose_graphs(model, rows.max_length, typical, short, longest, others, accumulated)
         # Each step waits for the slowest process.
         everywhere = trainer.accelerator.gather(torch.tensor([int(on)], device=device)).all()
         if on and not everywhere:
