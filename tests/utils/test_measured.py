@@ -38,7 +38,7 @@ class MeasuredPagesTest(unittest.TestCase):
             for line in readme.splitlines()
             for step in re.findall(r"([0-9.]+ GiB), ([0-9,]+ ms)", line)
         ]
-        self.assertEqual(len(steps), 9)
+        self.assertEqual(len(steps), 11)
         for model, memory, time in steps:
             start, end = f"| {model} |", f"| {memory} | {time}"
             self.assertTrue(any(line.startswith(start) and end in line for line in page), (model, memory, time))

@@ -6,6 +6,8 @@ import other_tools
 # A full step has an optimizer. Runs of `lora.json` have none: the adapters' AdamW takes little.
 QUANTIZED = {"ours+lora": "LoRA", "ours+qlora": "QLoRA"}
 
+WEIGHTS = {"nf4": "4 bit", "float8": "FP8"}
+
 
 def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[dict]:
     """Return a row for each measured step of this package, by size of the model and by memory.
@@ -21,6 +23,7 @@ def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[
     for run in whole_steps:
         if "error" not in run and run["kind"] != "ddp" and not run["graphs"]:
             trained, gpu = "LoRA" if run["lora"] else "full", other_tools.gpu(run["machine"])
+            trained = "QLoRA" if run["weights"] == "nf4" else trained
             add(found, run, trained, run["step_ms"], run["peak_GiB"], "2 x " * (run["gpus"] > 1) + gpu)
     for key, runs in other_tools.grouped(peers).items():
         run = runs.get("ours", {})
@@ -31,7 +34,8 @@ def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[
 
 
 def add(found: dict, run: dict, trained: str, ms: float, gib: float, gpu: str, optimizer: bool = True) -> None:
-    weights = run.get("weights", "bfloat16") if trained != "QLoRA" else "4 bit"
+    weights = WEIGHTS.get(run.get("weights"), run.get("weights", "bfloat16")) if trained != "QLoRA" else "4 bit"
+    weights += ", products in FP8" * bool(run.get("float8"))
     row = {"model": run["model"], "trained": trained, "weights": weights, "tokens": run["tokens"]}
     row |= {"checkpointing": run["checkpointing"], "gpu": gpu, "optimizer": optimizer}
     found[tuple(row.values())] = row | {"ms": ms, "gib": gib, "graphs": "graphs_GiB" in run, "run": run}
