@@ -47,6 +47,7 @@ PACKAGES = (
     "peft",
     "bitsandbytes",
     "torchao",
+    "flashoptim",
     "flash-qla",
     "tilelang",
     "causal-conv1d",

@@ -243,7 +243,7 @@ class TrainerTest(GivenGpuTest):
             self.enterContext(mock.patch.object(place, "compiles_kernels", lambda device: True))
         self.gpu = self.use(Gpu())
 
-    def train(self, times=1, family="qwen3_5", chosen=None, **options):
+    def train(self, times=1, family="qwen3_5", chosen=None, prepare=None, **options):
         """Return the trained model, and the lines about graphs."""
         samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 40)]
         defaults = {"packing": True, "max_length": 50, "per_device_train_batch_size": 2}
@@ -252,6 +252,8 @@ class TrainerTest(GivenGpuTest):
         self.gpu.text = model.model
         if chosen is not None:
             use_cuda_graphs(model, chosen)
+        if prepare is not None:
+            prepare(model)
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(output):
             args = PackedTrainingArguments(
                 folder,
@@ -287,6 +289,11 @@ class TrainerTest(GivenGpuTest):
         self.assertEqual(len(lines), 1)
         self.assertIn("off", lines[0])
         self.assertEqual((RunsAgain.made, model.model.layer_graphs), (0, None))
+
+    def test_nothing_is_measured_if_the_layers_cannot_run_as_graphs(self):
+        _, lines = self.train(prepare=lambda model: model.model.layers[1].mlp.register_forward_hook(lambda *_: None))
+        self.assertEqual(lines, ["CUDA graphs off, because a Qwen3_5MLP is hooked, wrapped or compiled."])
+        self.assertEqual((RunsAgain.made, self.gpu.repeats, self.warnings), (0, [], []))
 
     def test_each_training_chooses(self):
         _, lines = self.train(times=2)

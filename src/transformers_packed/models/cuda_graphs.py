@@ -304,6 +304,14 @@ class LayerGraphs:
         return graph.run(use, inputs[0], self._parameters)
 
 
+def reason_of_layers(text: TextModel, device: torch.device) -> str:
+    """Return why the layers of a text model cannot run as graphs on a GPU in training, or an empty string."""
+    layers = text.layers[: text.config.num_hidden_layers]
+    inputs = torch.empty(0, device=device, requires_grad=True)
+    reasons = _reasons_of_layers(layers, list(layers.modules()), inputs)
+    return next((reason for holds, reason in reasons if holds), "")
+
+
 def _reasons_of_layers(
     layers: torch.nn.ModuleList, modules: list[torch.nn.Module], hidden_states: torch.Tensor
 ) -> Iterator[tuple[bool, str]]:

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ...data.dataset import PackingDataset, sampled_lengths
 from ...data.usual_rows import Rows, rows_of
-from ...models.cuda_graphs import documents_of_graphs, find_text_models, remove_graphs
+from ...models.cuda_graphs import documents_of_graphs, find_text_models, reason_of_layers, remove_graphs
 from ...models.releases import prepare_inputs, rows_per_batch
 from ..checks import excludes_graphs, say
 from ..graphs import choose_graphs
@@ -117,7 +117,7 @@ class GraphsCallback(WarmUpCallback):
     chose = False
 
     def _prepare(self, model: torch.nn.Module, state: TrainerState) -> None:
-        trainer, device = self.trainer, self.trainer.args.device
+        trainer = self.trainer
         self._release(model)
         texts = find_text_models(model)
         if not texts or excludes_graphs(trainer) or any(text.layer_graphs is not None for text in texts):
@@ -125,6 +125,22 @@ class GraphsCallback(WarmUpCallback):
         rows = usual_rows(trainer, trainer.train_dataset, bool(trainer.args.packing))
         if rows is None:
             return
+        device = trainer.args.device
+        reason = next(filter(None, (reason_of_layers(text, device) for text in texts)), "")
+        on, reason = (False, reason) if reason else self._measure(model, rows)
+        # Each step waits for the slowest process.
+        everywhere = trainer.accelerator.gather(torch.tensor([int(on)], device=device)).all()
+        if on and not everywhere:
+            reason = "another process measured no gain"
+        if everywhere:
+            say(trainer, f"CUDA graphs on, because {reason} ({self.option} or --no-cuda-graphs turns them off).")
+        else:
+            say(trainer, f"CUDA graphs off, because {reason}.")
+            self._release(model)
+
+    def _measure(self, model: torch.nn.Module, rows: Rows) -> tuple[bool, str]:
+        """Return whether graphs are on in this process, and the reason."""
+        trainer, device = self.trainer, self.trainer.args.device
         # Routers count their tokens in these tensors, which are part of the graphs.
         ExpertLoad(model, device)
 
@@ -147,16 +163,7 @@ class GraphsCallback(WarmUpCallback):
             longest = partial(run_new, rows.longest, rows.documents) if rows.longest > rows.tokens else None
             others = [partial(run_new, rows.tokens, number) for number in documents_of_graphs(rows.fewest, rows.most)]
             accumulated = trainer.args.gradient_accumulation_steps
-            on, reason = choose_graphs(model, rows.max_length, typical, short, longest, others, accumulated)
-        # Each step waits for the slowest process.
-        everywhere = trainer.accelerator.gather(torch.tensor([int(on)], device=device)).all()
-        if on and not everywhere:
-            reason = "another process measured no gain"
-        if everywhere:
-            say(trainer, f"CUDA graphs on, because {reason} ({self.option} or --no-cuda-graphs turns them off).")
-        else:
-            say(trainer, f"CUDA graphs off, because {reason}.")
-            self._release(model)
+            return choose_graphs(model, rows.max_length, typical, short, longest, others, accumulated)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         self._release(model)
