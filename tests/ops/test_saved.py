@@ -131,11 +131,19 @@ class SaveTest(unittest.TestCase):
         y.sum().backward()
         self.assertEqual([found() is not None for found in packed], [False, False])
 
-    def test_nothing_is_packed_without_a_need(self):
+    @parameterized.expand([("no_grad", torch.no_grad), ("inference_mode", torch.inference_mode), ("detached", None)])
+    def test_nothing_is_packed_without_a_need(self, _, mode):
         packed = []
-        with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda x: x):
-            Cube.apply(self.x.detach())
+        with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda x: x), mode() if mode else nullcontext():
+            Cube.apply(self.x if mode else self.x.detach())
         self.assertEqual(packed, [])
+
+    def test_hooks_get_parameters(self):
+        packed, parameter = [], torch.nn.Parameter(self.x.detach())
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+            Cube.apply(parameter)
+        self.assertIs(packed[0], parameter)
+        self.assertFalse(packed[1].requires_grad)
 
 
 def layer(adapted, in_float8):
@@ -154,6 +162,41 @@ LAST = {
         *(x.view(1, TOKENS, 2, -1),) * 2, torch.ones(WIDTH // 2), linear_weight=last, impl="triton"
     ),
 }
+
+
+class FreedTest(InterpretedKernelsTest):
+    def test_without_gradients_of_the_outputs(self):
+        class Nothing(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.set_materialize_grads(False)
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return None
+
+        packed, x = [], torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+
+        class Packed:
+            def __init__(self, x):
+                self.x = x
+                packed.append(weakref.ref(self))
+
+        with torch.autograd.graph.saved_tensors_hooks(Packed, lambda found: found.x):
+            y = LAST["linear"](layer(True, False), x)
+        (Nothing.apply(y).sum() + x.sum()).backward()
+        self.assertGreater(len(packed), 0)
+        self.assertEqual([found() for found in packed if found() is not None], [])
+
+    def test_compiled_in_one_graph(self):
+        last, x = layer(False, True), torch.randn(1, TOKENS, WIDTH).bfloat16()
+
+        def block(x):
+            return LAST["linear"](last, x)
+
+        compiled = torch.compile(block, backend="eager", fullgraph=True)
+        self.assertTrue(all(map(torch.equal, run(compiled, x), run(block, x))))
 
 
 class LastProductTest(InterpretedKernelsTest):

@@ -47,26 +47,32 @@ def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
         ctx (`torch.autograd.function.FunctionCtx`):
             Context of an autograd function, in its forward.
         *tensors (`torch.Tensor`, *optional*):
-            Inputs of the function, and what it has computed of them, but no outputs.
+            Inputs of the function, and what it has computed of them.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or not any(ctx.needs_input_grad):
+    compiling = torch.compiler.is_compiling()
+    hooks = None if compiling else torch._C._autograd._top_saved_tensors_default_hooks(True)
+    # A node without a next one, as under no_grad, has no backward.
+    if hooks is None or not ctx.next_functions:
         ctx.save_for_backward(*tensors)
-        ctx.packed = None
         return
     pack, unpack = hooks
-    ctx.packed = [x if x is None else partial(unpack, pack(x.detach())) for x in tensors]
+    ctx.packed = [x if x is None else partial(unpack, pack(x)) for x in tensors]
 
 
 def saved(ctx: Any) -> tuple[Any, ...]:
     """Return the tensors of [`save`], once in a backward."""
-    if ctx.packed is None:
+    packed = getattr(ctx, "packed", None)
+    if packed is None:
         return ctx.saved_tensors
-    found = tuple(load if load is None else load() for load in ctx.packed)
-    if not torch._C._autograd._get_current_graph_task_keep_graph():
-        # As PyTorch frees saved tensors: a second backward gets its error.
-        ctx.packed = None
+    found = tuple(load if load is None else load() for load in packed)
+    free(ctx)
     return found
+
+
+def free(ctx: Any) -> None:
+    """Free the tensors of [`save`] in a backward, unless the graph is retained. A second backward then gets PyTorch's error."""
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.packed = None
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:

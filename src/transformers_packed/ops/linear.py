@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ..errors import input_error
 from . import float8
-from .autograd import autocast_dtype, first_order, is_transformed
+from .autograd import autocast_dtype, first_order, free, is_transformed
 from .backends import triton
 from .dispatch import Implementation, always, ran, run
 from .example import Call, Setting
@@ -211,6 +211,7 @@ class _SharedInputLinears(torch.autograd.Function):
     @first_order("Call the layers one by one, as on a CPU, and without float8.")
     def backward(ctx, *gradients):
         if all(gradient is None for gradient in gradients):
+            free(ctx)
             return (None,) * len(ctx.needs_input_grad)
         products, (rows, weight) = Products.restored(ctx)
         if ctx.recompute is not None:

@@ -39,8 +39,8 @@ def choose_graphs(
         run (`Callable`):
             Runs forward and backward of a typical row, and leaves no gradients.
         run_short (`Callable`, *optional*):
-            The same for a row with as many launches that takes the GPU less time than the host. While the GPU is behind,
-            CUDA lets the host wait, and a longer row would not tell the host's own time. By default, rows are short.
+            The same for a row with about as many launches that takes the GPU less time than the host. While the GPU is
+            behind, CUDA lets the host wait, and a longer row would not tell the host's own time. By default, rows are short.
         run_longest (`Callable`, *optional*):
             The same for the longest row, which may have no graph. By default, rows have the same length.
         others (`Sequence[Callable]`, *optional*):

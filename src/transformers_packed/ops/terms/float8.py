@@ -77,7 +77,9 @@ class Float8(Term):
 
     def forward(self, rows, outputs):
         cast, scale = self.cast
-        for (i, _), (values, of_weight) in zip(self.plan, self.factors, strict=True):
+        for i, _ in self.plan:
+            # The cast of a weight is freed before the next product.
+            values, of_weight = self.factors.pop(0)
             y = product(cast, values, scale, of_weight, self.dtype)
             outputs[i] = y if outputs[i] is None else y + outputs[i]
 
