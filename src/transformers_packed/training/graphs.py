@@ -60,6 +60,8 @@ def choose_graphs(
     finally:
         if not on:
             use_cuda_graphs(model, 0)
+            # Training cannot use the pool of graphs that were tried.
+            torch.cuda.empty_cache()
     return on, reason
 
 
