@@ -12,7 +12,7 @@ from common.sizes import SIZES
 from parameterized import parameterized
 from transformers import Qwen3_5TextConfig
 
-from transformers_packed.data.planning.memory import Parameters
+from transformers_packed.data.planning.step_memory import Parameters
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS, optimizer_named
 
 

@@ -30,6 +30,7 @@ def add_parser(subparsers) -> Parser:
     weights = "dtype of parameters, gradients and moments of torch's AdamW; with --lora of the frozen parameters"
     add("--weights", choices=("bfloat16", "float32"), default="bfloat16", help=weights)
     parser.add_lora("train LoRA adapters on all linear layers instead of all parameters")
+    parser.add_count("--gradient-accumulation-steps", "rows per optimizer step on each device", 1)
     parser.add_shared("--optim", "--trust-remote-code")
     return parser
 
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         lora_experts=args.experts,
         load_in_4bit=args.load_in_4bit,
         optimizer=args.optim,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
     )
     print(plan.summary())
     return 0

@@ -137,11 +137,11 @@ def _of_mlp(mlp: int | Experts, hidden: int, lora: Lora) -> tuple[int, int]:
         # Frozen weights need no more than the gradients of gate and up.
         return 2 * mlp, (2 if lora.rank else 4) * mlp
     # For each choice the outputs of gate and up, the weight, and two indices in int64; gate and up of the shared expert.
-    # The backward copies the gradients of the chosen rows, and adds those of gate, up and their product. Each adapter has
-    # the product with its first matrix, and the backward that of the gradient and a copy with weights.
-    low = 2 * lora.expert_columns
+    # The backward copies the gradients of the chosen rows, and adds those of gate, up and their product. The first adapter
+    # keeps the product with its first matrix. The backward of the second one makes this product, and that of the gradient.
+    low = lora.expert_columns
     kept = mlp.kept + mlp.chosen * (2 * mlp.width + 9 + low) + 2 * mlp.shared
-    return kept, mlp.chosen * (3 * mlp.width + hidden + low) + 4 * mlp.shared
+    return kept, mlp.chosen * (3 * mlp.width + hidden + 2 * low) + 4 * mlp.shared
 
 
 def _copies(mlp: int | Experts, hidden: int, lora: Lora) -> int:

@@ -6,18 +6,16 @@ measurements. Bytes are per GPU. Computation is in bfloat16.
 
 from dataclasses import dataclass
 
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ...errors import count, input_error
-from ...models.families import EXPERT_WEIGHTS, sizes_of
-from ...models.lora import adapted_layers
-from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, Lora, layer_memory, loss_memory, way_of_attention
+from ...models.families import sizes_of
+from ...models.memory import ALL_TRAINED, FULL, HALF, Lora, way_of_attention
 from ...models.optimizers import DEFAULT, OPTIMIZERS, Optimizer, optimizer_named
-from ...models.quantization import keeps_dtype
 from ...models.sizes import Experts, Sizes
 from ...ops.moe import MAX_RANK
 from ...parallel.groups import AttentionMethod, DeltaRuleMethod, check_methods
+from .step_memory import Parameters, StepMemory, checkpointed_layers, is_sharded, step_memory
 
 
 _GIB, _MIB = 2**30, 2**20
@@ -26,85 +24,6 @@ _WIDTHS = {"bfloat16": HALF, "float32": FULL}
 _WAYS = "without gradient checkpointing", "with gradient checkpointing", "with offload"
 # The rest of the memory is reserved for allocator fragmentation, CUDA and NCCL.
 FILLED = 0.9
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """The number of parameters: in total, outside of layers, in the largest layer, and in adapters of rank 1.
-
-    `quantized` are those in 4 bit if the model is loaded so. The adapters are those of linear layers and of experts.
-    """
-
-    total: int
-    root: int
-    layer: int
-    quantized: int
-    adapters: int
-    expert_adapters: int
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> "Parameters":
-        """Count the parameters of a model on the meta device, including its vision tower if it has one.
-
-        Adapters are those of `transformers-packed train`.
-        """
-        auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        with torch.device("meta"):
-            model = auto.from_config(config)
-        stacks = (module for name, module in model.named_modules() if name.endswith((".layers", ".blocks")))
-        layers = [_count(layer) for stack in stacks for layer in stack]
-        experts = [x for name, x in model.named_parameters() if name.endswith(EXPERT_WEIGHTS)]
-        adapters = sum(x.in_features + x.out_features for x in adapted_layers(model).values())
-        expert_adapters = sum(len(x) * sum(x.shape[1:]) for x in experts)
-        linear = (
-            x.weight for name, x in model.named_modules() if type(x) is torch.nn.Linear and not keeps_dtype(name)
-        )
-        total, quantized = _count(model), sum(x.numel() for x in (*linear, *experts))
-        return cls(total, total - sum(layers), max(layers), quantized, adapters, expert_adapters)
-
-    def trained(self, lora: Lora) -> int:
-        """The number of trained parameters."""
-        return lora.rank * (self.adapters + lora.experts * self.expert_adapters) if lora.rank else self.total
-
-    def bytes(self, width: float, lora: Lora) -> float:
-        """The size of all parameters but adapters, in weights of `width` bytes."""
-        return width * self.total + (NF4 - width) * self.quantized * lora.in_4bit
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Bytes on one GPU: tensors that FSDP2 shards, tensors that it gathers for running layers, and activations.
-
-    Args:
-        weights (`float`):
-            The sharded parameters.
-        gradients (`float`):
-            The sharded gradients of trained parameters. With gradient release, those of a layer and of the head.
-        moments (`float`):
-            The sharded states of the optimizer, such as the moments of AdamW.
-        gathered (`float`):
-            The full weights and gradients outside of layers, the weights of two layers, and the gradients of one
-            layer. With LoRA the gradients of adapters only.
-        saved (`float`):
-            Activations saved for backward.
-        working (`float`):
-            The larger of the loss computation and the backward of one layer. Gradient checkpointing first recomputes
-            the forward of this layer.
-        host (`float`, *optional*, defaults to 0.0):
-            Pinned host memory for checkpoints. It is not part of the total.
-    """
-
-    weights: float
-    gradients: float
-    moments: float
-    gathered: float
-    saved: float
-    working: float
-    host: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(vars(self).values()) - self.host
 
 
 @dataclass(frozen=True)
@@ -249,6 +168,7 @@ def plan_sequence_parallel(
     lora_experts: bool = False,
     load_in_4bit: bool = False,
     optimizer: str = DEFAULT,
+    gradient_accumulation_steps: int = 1,
     gated_delta_rule: DeltaRuleMethod = "state",
     attention: AttentionMethod | None = None,
 ) -> SequenceParallelPlan:
@@ -277,6 +197,8 @@ def plan_sequence_parallel(
             Keep frozen linear layers and experts in NF4 with double quantization. Nothing is then sharded.
         optimizer (`str`, *optional*, defaults to `"adamw_torch_fused"`):
             A name of `models.optimizers.OPTIMIZERS`. Nothing is sharded with those of torchao and bitsandbytes.
+        gradient_accumulation_steps (`int`, *optional*, defaults to 1):
+            The rows of a step. In a step of one row, the gradients of a layer exist only after its backward.
         gated_delta_rule (`str`, *optional*):
             As in [`SequenceParallel`].
         attention (`str`, *optional*):
@@ -299,7 +221,10 @@ def plan_sequence_parallel(
 
     ```
     """
-    sizes = _checked_sizes(config, weights, max_length=max_length, gpus=gpus, memory=memory)
+    rows = gradient_accumulation_steps
+    sizes = _checked_sizes(
+        config, weights, max_length=max_length, gpus=gpus, memory=memory, gradient_accumulation_steps=rows
+    )
     lora = _checked_lora(sizes, config, lora_rank, lora_experts, load_in_4bit)
     adamw = _checked_optimizer(optimizer, "float32" if lora.rank else weights)
     # Each part must cover the receptive field of the convolution.
@@ -310,7 +235,7 @@ def plan_sequence_parallel(
 
     def need(size: int, every_n_layers: int, offload: bool) -> StepMemory:
         given = sizes, parameters, max_length, size, gpus, _WIDTHS[weights]
-        return step_memory(*given, checkpointed_layers(config, every_n_layers), offload, attention, lora, adamw)
+        return step_memory(*given, checkpointed_layers(config, every_n_layers), offload, attention, lora, adamw, rows)
 
     def fewest(size: int | None, offload: bool) -> int | None:
         """Return `every_n_layers` with the fewest checkpointed layers that fit."""
@@ -362,11 +287,6 @@ def _checked_optimizer(name: str, weights: str) -> Optimizer:
     return optimizer
 
 
-def is_sharded(lora: Lora, optimizer: Optimizer) -> bool:
-    """Whether FSDP2 can shard the weights. Otherwise each GPU has all parameters."""
-    return optimizer.shards and not lora.in_4bit
-
-
 def _that_fit_heads(
     numbers: list[int], sizes: Sizes, gated_delta_rule: str, attention: str | None
 ) -> tuple[list[int], ValueError | None]:
@@ -397,70 +317,6 @@ def _nothing_fits(plan: SequenceParallelPlan, unfit: ValueError | None) -> Value
         f"{plan.memory:g}",
         f"Use more GPUs or shorter rows{'.' if unfit is None else f'; a larger P does not fit the heads. {unfit}'}",
     )
-
-
-def step_memory(
-    sizes: Sizes,
-    parameters: Parameters,
-    max_length: int,
-    size: int,
-    gpus: int,
-    width: int,
-    checkpointed: list[bool],
-    offload: bool = False,
-    attention: str | None = None,
-    lora: Lora = ALL_TRAINED,
-    optimizer: Optimizer = OPTIMIZERS[DEFAULT],
-) -> StepMemory:
-    """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
-
-    `checkpointed` says which layers are. With `offload`, the GPU holds few checkpoints at a time.
-    """
-    gpus = gpus if is_sharded(lora, optimizer) else 1
-    tokens = -(-max_length // size)
-    layers = [layer_memory(sizes, layer, max_length, size, attention, lora) for layer in sizes.layers]
-    # Checkpointing always keeps the input of a layer.
-    given = HALF * tokens * sizes.hidden
-    ways, checkpoints = list(zip(layers, checkpointed, strict=True)), given * sum(checkpointed)
-    others = sum(kept for (kept, _), again in ways if not again)
-    layer = max(kept - given + made if again else made for (kept, made), again in ways)
-    weights = parameters.bytes(width, lora) / gpus
-    adapters = FULL * parameters.trained(lora) / gpus if lora.rank else 0.0
-    gradients, head = adapters or weights, sizes.vocabulary * sizes.hidden
-    if optimizer.releases:
-        # Tied embeddings add to the gradient of the head at the end of the backward.
-        gradients = min(gradients, width * (parameters.layer + head) / gpus)
-    states = optimizer.states(FULL if lora.rank else width, parameters.trained(lora), 0 if lora.rank else head)
-    gathered = HALF * (parameters.root + 2 * parameters.layer)
-    if lora.rank:
-        gathered += HALF * 3 * parameters.trained(lora) / len(layers)
-    else:
-        gathered += HALF * (parameters.root + parameters.layer)
-    return StepMemory(
-        weights=weights + adapters,
-        gradients=gradients,
-        moments=states / gpus,
-        gathered=gathered if gpus > 1 else 0,
-        saved=others + (min(checkpoints, on_gpu(lora) * given) if offload else checkpoints),
-        working=max(loss_memory(sizes, tokens, lora.rank > 0), layer),
-        host=checkpoints if offload else 0.0,
-    )
-
-
-def checkpointed_layers(config: PreTrainedConfig, every_n_layers: int) -> list[bool]:
-    """Return which layers Transformers checkpoints with `every_n_layers`, or none for 0."""
-    # It counts the layers of the whole model, and those of a vision tower come first.
-    first = getattr(getattr(config, "vision_config", None), "depth", 0)
-    numbers = range(first, first + len(sizes_of(config).layers))
-    return [every_n_layers > 0 and number % every_n_layers == 0 for number in numbers]
-
-
-def on_gpu(lora: Lora) -> int:
-    """Checkpoints that `offload` leaves on the GPU: one in use, one on its way, and with adapters the embeddings.
-
-    Transformers then lets embeddings require a gradient, for which autograd keeps them.
-    """
-    return 3 if lora.rank else 2
 
 
 def _adapters(parameters: Parameters, lora: Lora) -> str:
@@ -507,10 +363,6 @@ def exchanges(
         logits = others * tokens * mixtures[0].number * HALF if mixtures else 0
         found.append(Exchange(len(mixtures), "experts: router logits for the auxiliary loss", logits))
     return found
-
-
-def _count(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _fits(need: StepMemory, memory: float) -> bool:

@@ -1,0 +1,206 @@
+"""The memory of a GPU in a step, by the formulae of docs/explained/memory.md. Bytes are per GPU, computation in bfloat16."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+
+from ...models.families import EXPERT_WEIGHTS, sizes_of
+from ...models.lora import adapted_layers
+from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, Lora, layer_memory, loss_memory
+from ...models.optimizers import DEFAULT, OPTIMIZERS, Optimizer
+from ...models.quantization import keeps_dtype
+from ...models.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The number of parameters: in total, outside of layers, in the largest layer, and in adapters of rank 1.
+
+    `quantized` are those in 4 bit if the model is loaded so. The adapters are those of linear layers and of experts.
+    """
+
+    total: int
+    root: int
+    layer: int
+    quantized: int
+    adapters: int
+    expert_adapters: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "Parameters":
+        """Count the parameters of a model on the meta device, including its vision tower if it has one.
+
+        Adapters are those of `transformers-packed train`.
+        """
+        auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        with torch.device("meta"):
+            model = auto.from_config(config)
+        stacks = (module for name, module in model.named_modules() if name.endswith((".layers", ".blocks")))
+        layers = [_count(layer) for stack in stacks for layer in stack]
+        experts = [x for name, x in model.named_parameters() if name.endswith(EXPERT_WEIGHTS)]
+        adapters = sum(x.in_features + x.out_features for x in adapted_layers(model).values())
+        expert_adapters = sum(len(x) * sum(x.shape[1:]) for x in experts)
+        linear = (
+            x.weight for name, x in model.named_modules() if type(x) is torch.nn.Linear and not keeps_dtype(name)
+        )
+        total, quantized = _count(model), sum(x.numel() for x in (*linear, *experts))
+        return cls(total, total - sum(layers), max(layers), quantized, adapters, expert_adapters)
+
+    def trained(self, lora: Lora) -> int:
+        """The number of trained parameters."""
+        return lora.rank * (self.adapters + lora.experts * self.expert_adapters) if lora.rank else self.total
+
+    def bytes(self, width: float, lora: Lora) -> float:
+        """The size of all parameters but adapters, in weights of `width` bytes."""
+        return width * self.total + (NF4 - width) * self.quantized * lora.in_4bit
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on one GPU: tensors that FSDP2 shards, tensors that it gathers for running layers, and activations.
+
+    Args:
+        weights (`float`):
+            The sharded parameters.
+        gradients (`float`):
+            The sharded gradients of trained parameters. With gradient release, those of a layer and of the head.
+        moments (`float`):
+            The sharded states of the optimizer, such as the moments of AdamW.
+        gathered (`float`):
+            The full weights and gradients outside of layers, the weights of two layers, and the gradients of one
+            layer. With LoRA the gradients of adapters only.
+        saved (`float`):
+            Activations saved for backward.
+        working (`float`):
+            The larger of the loss computation and the backward of one layer. Gradient checkpointing first recomputes
+            the forward of this layer.
+        apart (`float`, *optional*, defaults to 0.0):
+            Bytes of gradients and of activations that never exist at the same time. The total leaves them out.
+        host (`float`, *optional*, defaults to 0.0):
+            Pinned host memory for checkpoints. It is not part of the total.
+    """
+
+    weights: float
+    gradients: float
+    moments: float
+    gathered: float
+    saved: float
+    working: float
+    apart: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        parts = self.weights, self.gradients, self.moments, self.gathered, self.saved, self.working
+        return sum(parts) - self.apart
+
+
+def is_sharded(lora: Lora, optimizer: Optimizer) -> bool:
+    """Whether FSDP2 can shard the weights. Otherwise each GPU has all parameters."""
+    return optimizer.shards and not lora.in_4bit
+
+
+def step_memory(
+    sizes: Sizes,
+    parameters: Parameters,
+    max_length: int,
+    size: int,
+    gpus: int,
+    width: int,
+    checkpointed: list[bool],
+    offload: bool = False,
+    attention: str | None = None,
+    lora: Lora = ALL_TRAINED,
+    optimizer: Optimizer = OPTIMIZERS[DEFAULT],
+    rows: int = 1,
+) -> StepMemory:
+    """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
+
+    `checkpointed` says which layers are. With `offload`, the GPU holds few checkpoints at a time. `rows` are those of a step.
+    """
+    whole = not is_sharded(lora, optimizer)
+    # DDP keeps the gradients in its buckets.
+    throughout = optimizer.releases or rows > 1 or (whole and gpus > 1)
+    gpus, tokens = 1 if whole else gpus, -(-max_length // size)
+    layers = [layer_memory(sizes, layer, max_length, size, attention, lora) for layer in sizes.layers]
+    # Checkpointing always keeps the input of a layer.
+    given = HALF * tokens * sizes.hidden
+    ways, checkpoints = list(zip(layers, checkpointed, strict=True)), given * sum(checkpointed)
+    others = sum(kept for (kept, _), again in ways if not again)
+    layer = max(kept - given + made if again else made for (kept, made), again in ways)
+    on_device = on_gpu(lora) if offload else len(layers)
+    saved, loss = others + min(checkpoints, on_device * given), loss_memory(sizes, tokens, lora.rank > 0)
+    weights, gradients, states = _of_parameters(sizes, parameters, width, lora, optimizer)
+    root = gradients if throughout else 0.0 if lora.rank else width * parameters.root
+    backward = _most_in_backward(ways, given, on_device, root / gpus, gradients / gpus)
+    most = max(gradients * throughout / gpus + saved + loss, backward)
+    return StepMemory(
+        weights=weights / gpus,
+        gradients=gradients / gpus,
+        moments=states / gpus,
+        gathered=_gathered(parameters, len(layers), lora) if gpus > 1 else 0,
+        saved=saved,
+        working=max(loss, layer),
+        apart=gradients / gpus + saved + max(loss, layer) - most,
+        host=checkpoints if offload else 0.0,
+    )
+
+
+def _of_parameters(
+    sizes: Sizes, parameters: Parameters, width: int, lora: Lora, optimizer: Optimizer
+) -> tuple[float, float, float]:
+    """Bytes of all parameters, of the gradients of the trained ones, and of the states of the optimizer."""
+    weights, adapters = parameters.bytes(width, lora), FULL * parameters.trained(lora) if lora.rank else 0.0
+    gradients, head = adapters or weights, sizes.vocabulary * sizes.hidden
+    if optimizer.releases:
+        # Tied embeddings add to the gradient of the head at the end of the backward.
+        gradients = min(gradients, width * (parameters.layer + head))
+    states = optimizer.states(FULL if lora.rank else width, parameters.trained(lora), 0 if lora.rank else head)
+    return weights + adapters, gradients, states
+
+
+def _gathered(parameters: Parameters, layers: int, lora: Lora) -> float:
+    """Bytes of weights and gradients that FSDP2 gathers for running layers."""
+    gradients = 3 * parameters.trained(lora) / layers if lora.rank else parameters.root + parameters.layer
+    return HALF * (parameters.root + 2 * parameters.layer + gradients)
+
+
+def _most_in_backward(ways: list, checkpoint: float, on_device: int, root: float, gradients: float) -> float:
+    """The most bytes of activations and gradients in the backward of a layer.
+
+    Args:
+        ways (`list`):
+            For each layer the bytes that it saves and makes in its backward, and whether it is checkpointed.
+        checkpoint (`float`), on_device (`int`):
+            Bytes of a checkpoint, and how many of them the GPU holds at most.
+        root (`float`), gradients (`float`):
+            Bytes of the gradients that exist before the backward of the layers, and after it.
+    """
+    most, below, checkpoints, each = 0.0, 0.0, 0, (gradients - root) / len(ways)
+    for number, ((kept, made), again) in enumerate(ways):
+        # A layer that is computed again has its own input, too.
+        held = min(checkpoints, on_device - again) * checkpoint
+        most = max(most, root + each * (len(ways) - 1 - number) + below + held + kept + made)
+        below, checkpoints = below + kept * (not again), checkpoints + again
+    return most
+
+
+def checkpointed_layers(config: PreTrainedConfig, every_n_layers: int) -> list[bool]:
+    """Return which layers Transformers checkpoints with `every_n_layers`, or none for 0."""
+    # It counts the layers of the whole model, and those of a vision tower come first.
+    first = getattr(getattr(config, "vision_config", None), "depth", 0)
+    numbers = range(first, first + len(sizes_of(config).layers))
+    return [every_n_layers > 0 and number % every_n_layers == 0 for number in numbers]
+
+
+def on_gpu(lora: Lora) -> int:
+    """Checkpoints that `offload` leaves on the GPU: one in use, one on its way, and with adapters the embeddings.
+
+    Transformers then lets embeddings require a gradient, for which autograd keeps them.
+    """
+    return 3 if lora.rank else 2
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
