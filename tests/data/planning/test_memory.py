@@ -478,6 +478,7 @@ class PlanTest(unittest.TestCase):
     def test_weights_and_length_and_methods(self):
         config = Qwen3_5TextConfig(**SIZES["4B"])
         half, full = (plan_sequence_parallel(config, 2**14, 4, 80, weights=w) for w in ("bfloat16", "float32"))
+        self.assertEqual(["for autocast come on top" in plan.summary() for plan in (half, full)], [False, True])
         for size in (1, 2, 4):
             self.assertEqual(2 * half.options[size][0].moments, full.options[size][0].moments)
             self.assertEqual(half.options[size][0].saved, full.options[size][0].saved)

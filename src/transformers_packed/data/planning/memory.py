@@ -71,8 +71,8 @@ class SequenceParallelPlan:
             `gated_delta_rule` and `attention`, as in [`SequenceParallel`].
         lora ([`Lora`]):
             The adapters that are trained.
-        optimizer (`str`):
-            The optimizer, as in [`plan_sequence_parallel`].
+        optimizer (`str`), weights (`str`):
+            The optimizer and the dtype of the parameters, as in [`plan_sequence_parallel`].
     """
 
     config: PreTrainedConfig
@@ -86,6 +86,7 @@ class SequenceParallelPlan:
     methods: dict[str, str | None]
     lora: Lora = ALL_TRAINED
     optimizer: str = DEFAULT
+    weights: str = "bfloat16"
 
     @property
     def size(self) -> int:
@@ -127,7 +128,10 @@ class SequenceParallelPlan:
             first, *others = (_gib(m.total) + (" " if _fits(m, self.memory) else "*") for m in ways)
             tokens, columns = -(-self.max_length // size), f"{others[0]:>9} {others[1]:>17}"
             lines.append(f"{size:>3}  {self.gpus // size:>12,}  {tokens:>14,}  {first:>25} {columns}".rstrip())
-        lines += [f"* more than {FILLED:.0%} of the memory", ""]
+        lines.append(f"* more than {FILLED:.0%} of the memory")
+        if self.weights == "float32":
+            lines.append("Without gradient checkpointing, copies of weights and activations for autocast come on top.")
+        lines.append("")
         lines += [f"Smallest P {name}: {self._verdict(way)}" for way, name in enumerate(_WAYS)]
         lines.append("")
         if self.size > 1:
@@ -247,7 +251,7 @@ def plan_sequence_parallel(
     every = (None, fewest(needed[1], False), fewest(needed[2], True))
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
     plan = SequenceParallelPlan(
-        config, parameters, max_length, gpus, memory, options, needed, every, methods, lora, optimizer
+        config, parameters, max_length, gpus, memory, options, needed, every, methods, lora, optimizer, weights
     )
     if not any(needed):
         raise _nothing_fits(plan, unfit)
