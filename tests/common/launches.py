@@ -1,6 +1,7 @@
-"""What Triton would compile for the launches of kernels that its interpreter runs on a CPU."""
+"""The launches of kernels that Triton's interpreter runs on a CPU, and what Triton would compile for them."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from unittest import mock
@@ -23,16 +24,35 @@ def specializations(compute: bool = False) -> Iterator[set[tuple[str, str, str]]
 
     Kernels run only if `compute`.
     """
-    from triton.runtime.interpreter import InterpretedFunction
+    found = set()
 
-    found, run = set(), InterpretedFunction.run
-
-    def record(kernel, *args, grid, warmup, **kwargs):
+    def record(run, kernel, *args, grid, warmup, **kwargs):
         unspecialized = tuple(kernel.kwargs.get("do_not_specialize") or ())
         _, specialization, options = _specialize(kernel.fn, unspecialized)(*args, **kwargs)
         found.add((kernel.fn.__name__, str(specialization), str(sorted(options.items()))))
         if compute:
             run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
-    with mock.patch.object(InterpretedFunction, "run", record):
+    with _launched_by(record):
         yield found
+
+
+@contextmanager
+def launches() -> Iterator[Counter[str]]:
+    """Count the launches of each kernel by its name."""
+    found = Counter()
+
+    def record(run, kernel, *args, **kwargs):
+        found[kernel.fn.__name__] += 1
+        run(kernel, *args, **kwargs)
+
+    with _launched_by(record):
+        yield found
+
+
+def _launched_by(record: Callable):
+    """Let `record` launch kernels, which gets the interpreter's own function first."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+    return mock.patch.object(InterpretedFunction, "run", lambda *args, **kwargs: record(run, *args, **kwargs))

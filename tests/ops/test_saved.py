@@ -2,12 +2,11 @@
 
 import unittest
 import weakref
-from collections import Counter
 from contextlib import nullcontext
 from functools import partial
-from unittest import mock
 
 import torch
+from common.launches import launches
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,12 +52,12 @@ def again(function):
     return partial(checkpoint, function, use_reentrant=False)
 
 
-class Work(TorchDispatchMode):
-    """Counts the FLOPs of matrix products, and the launches of each kernel in Triton's interpreter."""
+class Products(TorchDispatchMode):
+    """Counts the FLOPs of matrix products."""
 
     def __init__(self):
         super().__init__()
-        self.flops, self.launches, self.patch = 0, Counter(), None
+        self.flops = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.overloadpacket.__name__.rstrip("_") in ("mm", "addmm", "_scaled_mm"):
@@ -66,32 +65,28 @@ class Work(TorchDispatchMode):
             self.flops += 2 * left.numel() * right.shape[1]
         return op(*args, **(kwargs or {}))
 
-    def __enter__(self):
-        from triton.runtime.interpreter import InterpretedFunction
-
-        run = InterpretedFunction.run
-
-        def counted(kernel, *args, **kwargs):
-            self.launches[kernel.fn.__name__] += 1
-            return run(kernel, *args, **kwargs)
-
-        self.patch = mock.patch.object(InterpretedFunction, "run", counted)
-        self.patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.patch.stop()
-        return super().__exit__(*error)
-
 
 def work_again(function, *inputs):
     """The FLOPs and launches that checkpointing adds to those of a function and of its gradients."""
     found = []
     for each in (function, again(function)):
-        with Work() as work:
+        with Products() as products, launches() as launched:
             run(each, *inputs)
-        found.append(work)
-    return found[1].flops - found[0].flops, found[1].launches - found[0].launches
+        found.append((products.flops, launched))
+    (flops, launched), (more_flops, more_launched) = found
+    return more_flops - flops, more_launched - launched
+
+
+class Packed:
+    """What a hook returns for a tensor. `made` has weak references to all of them."""
+
+    def __init__(self, x, made):
+        self.x = x
+        made.append(weakref.ref(self))
+
+    @classmethod
+    def hooks(cls, made):
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: cls(x, made), lambda found: found.x)
 
 
 class SaveTest(unittest.TestCase):
@@ -117,13 +112,7 @@ class SaveTest(unittest.TestCase):
 
     def test_what_hooks_return_is_freed_with_the_backward(self):
         packed = []
-
-        class Packed:
-            def __init__(self, x):
-                self.x = x
-                packed.append(weakref.ref(self))
-
-        with torch.autograd.graph.saved_tensors_hooks(Packed, lambda found: found.x):
+        with Packed.hooks(packed):
             y = Cube.apply(self.x)
         self.assertEqual([found() is not None for found in packed], [True, True])
         y.sum().backward(retain_graph=True)
@@ -177,13 +166,7 @@ class FreedTest(InterpretedKernelsTest):
                 return None
 
         packed, x = [], torch.randn(1, TOKENS, WIDTH, requires_grad=True)
-
-        class Packed:
-            def __init__(self, x):
-                self.x = x
-                packed.append(weakref.ref(self))
-
-        with torch.autograd.graph.saved_tensors_hooks(Packed, lambda found: found.x):
+        with Packed.hooks(packed):
             y = LAST["linear"](layer(True, False), x)
         (Nothing.apply(y).sum() + x.sum()).backward()
         self.assertGreater(len(packed), 0)
@@ -220,9 +203,9 @@ class LastProductTest(InterpretedKernelsTest):
 
         expected, found = run(block, x), run(again(block), x)
         self.assertTrue(all(map(torch.equal, found, expected)))
-        with torch.no_grad(), Work() as work:
+        with torch.no_grad(), Products() as products:
             block(x)
-        self.assertGreaterEqual(work.flops, adapted * NARROW + LARGE * (not in_float8))
+        self.assertGreaterEqual(products.flops, adapted * NARROW + LARGE * (not in_float8))
         self.assertEqual(work_again(block, x)[0], adapted * NARROW)
 
     @parameterized.expand([("plain", 0), ("lora", RANK)])

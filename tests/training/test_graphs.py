@@ -147,7 +147,7 @@ class ChoiceTest(GivenGpuTest):
             # The rest of a step takes the host a fifth more.
             ("bound by the host", {"graphed": (1, 86)}, True, f"a row takes 86 ms {WITHOUT}", 2),
             ("bound by the GPU", {"plain": (66, 81)}, False, "a row takes the GPU 81 ms and the host about", 0),
-            ("far from the host", {"plain": (33, 81)}, False, "a row takes the GPU 81 ms and the host about", 0),
+            ("far from the host", {"plain": (40, 81)}, False, "a row takes the GPU 81 ms and the host about", 0),
             # While the GPU is behind, the host waits in the launches of the row.
             (
                 "blocked by the GPU",
@@ -174,7 +174,7 @@ class ChoiceTest(GivenGpuTest):
         self.assertEqual(RunsAgain.made, recordings)
         self.assertEqual(records_graphs(model.model), expected)
         # One row tells that the GPU takes much longer.
-        far = options.get("plain") == (33, 81) or "short" in options
+        far = options.get("plain") == (40, 81) or "short" in options
         self.assertEqual(self.gpu.repeats[:3], [5, 1] if far else [5, 1, 5])
 
     def test_accumulation_shares_the_rest_of_a_step(self):

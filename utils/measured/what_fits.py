@@ -6,8 +6,6 @@ import other_tools
 # A full step has an optimizer. Runs of `lora.json` have none: the adapters' AdamW takes little.
 QUANTIZED = {"ours+lora": "LoRA", "ours+qlora": "QLoRA"}
 
-WEIGHTS = {"nf4": "4 bit", "float8": "FP8"}
-
 
 def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[dict]:
     """Return a row for each measured step of this package, by size of the model and by memory.
@@ -34,7 +32,7 @@ def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[
 
 
 def add(found: dict, run: dict, trained: str, ms: float, gib: float, gpu: str, optimizer: bool = True) -> None:
-    weights = WEIGHTS.get(run.get("weights"), run.get("weights", "bfloat16")) if trained != "QLoRA" else "4 bit"
+    weights = "4 bit" if trained == "QLoRA" else run.get("weights", "bfloat16").replace("float8", "FP8")
     weights += ", products in FP8" * bool(run.get("float8"))
     row = {"model": run["model"], "trained": trained, "weights": weights, "tokens": run["tokens"]}
     row |= {"checkpointing": run["checkpointing"], "gpu": gpu, "optimizer": optimizer}

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..ops.autograd import autocast_dtype
+from ..ops.autograd import autocast_dtype, saved_tensor_hooks
 from .experts import isolates
 from .families import OWN, families_of, titles
 from .family import Own
@@ -318,7 +318,7 @@ def _reasons_of_layers(
     """Yield why layers cannot run as a graph, each with whether it holds."""
     reason = _reason_against_checkpointing(layers)
     yield bool(reason), reason
-    yield torch._C._autograd._top_saved_tensors_default_hooks(True) is not None, "a saved-tensor hook is active"
+    yield saved_tensor_hooks() is not None, "a saved-tensor hook is active"
     isolated = all(isolates(layer.mlp.experts) for layer in layers if hasattr(layer.mlp, "experts"))
     yield not isolated, "the kernels of the experts depend on the routing"
     trained = hidden_states.requires_grad

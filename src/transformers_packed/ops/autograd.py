@@ -49,8 +49,7 @@ def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
         *tensors (`torch.Tensor`, *optional*):
             Inputs of the function, and what it has computed of them.
     """
-    compiling = torch.compiler.is_compiling()
-    hooks = None if compiling else torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = None if torch.compiler.is_compiling() else saved_tensor_hooks()
     # A node without a next one, as under no_grad, has no backward.
     if hooks is None or not ctx.next_functions:
         ctx.save_for_backward(*tensors)
@@ -71,8 +70,18 @@ def saved(ctx: Any) -> tuple[Any, ...]:
 
 def free(ctx: Any) -> None:
     """Free the tensors of [`save`] in a backward, unless the graph is retained. A second backward then gets PyTorch's error."""
-    if not torch._C._autograd._get_current_graph_task_keep_graph():
+    if not retains_graph():
         ctx.packed = None
+
+
+def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
+    """Return the active hooks that pack and unpack saved tensors, such as those of gradient checkpointing, if any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def retains_graph() -> bool:
+    """Whether the current backward keeps the graph for another one."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import input_error
-from .autograd import autocast_dtype, first_order
+from .autograd import autocast_dtype, first_order, retains_graph
 from .backends import triton
 from .dispatch import Implementation, always, run
 from .example import Call, Setting
@@ -276,7 +276,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "Run the forward again, or pass retain_graph=True to the first backward."
             )
         # Nothing else refers to the gradients.
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        kept = retains_graph()
         # The forward does not scale, because the gradient of a mean over many targets would underflow in float16.
         gradients = ctx.gradients.scaled(d_loss * ctx.scale, ctx.scaled, kept)
         if not kept:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import input_error
-from .autograd import compute_dtype, first_order
+from .autograd import compute_dtype, first_order, retains_graph
 from .backends import triton
 from .cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE, HeadGradients, torch_scaled
 from .dispatch import Implementation, always, run
@@ -306,7 +306,7 @@ class _LinearLogps(torch.autograd.Function):
         pairs, (_, overwrite_with_gradient, scaled) = ctx.pairs, ctx.options.steps
         if d_logps is None and d_entropies is None:
             return (None,) * 5
-        kept, ahead = torch._C._autograd._get_current_graph_task_keep_graph(), ctx.ahead
+        kept, ahead = retains_graph(), ctx.ahead
         if not kept:
             # The graph outlives this backward, and the gradient of the weight is large.
             ctx.ahead = None

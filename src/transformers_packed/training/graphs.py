@@ -67,12 +67,13 @@ def choose_graphs(
 
 def _choose(model, max_length, run, run_short, run_longest, others, step_per_row):
     run_short()
-    host = step_per_row * _time(run_short)[0]
+    host = _time(run_short)[0]
     run()
     plain = _time(run, 1)[1]
     # One row shows a large difference.
     if 2 * host > plain:
         plain = _time(run)[1]
+    host *= step_per_row
     if host < plain:
         return False, f"a row takes the GPU {plain:.0f} ms and the host about {host:.0f} ms"
     # AdamW has two moments for each trained parameter, which exist from the first step on.

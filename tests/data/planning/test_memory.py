@@ -53,7 +53,11 @@ GIB, MIB = 2**30, 2**20
 HYBRIDS = {"kimi_linear": "Kimi-Linear", "bailing_hybrid": "Bailing-Hybrid", "olmo_hybrid": "OLMo-Hybrid"}
 SIZED_NAMES = {family.name for family in SIZED}
 # Models with their configurations. Experts have adapters too.
-MIXTURES = {"35B-A3B, 8 layers": Qwen3_5MoeTextConfig(num_hidden_layers=8)}
+MIXTURES = {
+    "35B-A3B, 8 layers": Qwen3_5MoeTextConfig(num_hidden_layers=8),
+    "35B-A3B": Qwen3_5MoeTextConfig(),
+    "Next-80B": Qwen3NextConfig(),
+}
 SMALL = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 # Model and methods.
 EXCHANGES = {
@@ -171,12 +175,13 @@ def hybrid_config(title):
     return CONFIG_MAPPING[given.pop("model_type")](**given)
 
 
+def qwen_config(model):
+    return MIXTURES[model] if model in MIXTURES else Qwen3_5TextConfig(**SIZES[model])
+
+
 def expected_peak(model, max_length, size, checkpoints, lora):
     """Compute GiB of a step without an optimizer by the formulas."""
-    if model in HYBRIDS.values():
-        config = hybrid_config(model)
-    else:
-        config = MIXTURES[model] if model in MIXTURES else Qwen3_5TextConfig(**SIZES[model])
+    config = hybrid_config(model) if model in HYBRIDS.values() else qwen_config(model)
     chosen = checkpointed_layers(config, int(checkpoints != "without"))
     given = sizes_of(config), Parameters.of(config), max_length, size, 1, 2, chosen, checkpoints == OFFLOAD
     need = step_memory(*given, None, lora)
@@ -184,26 +189,26 @@ def expected_peak(model, max_length, size, checkpoints, lora):
 
 
 def whole_steps_on_one_gpu():
-    """Yield model, tokens, how it was trained, and GiB of each whole step of `PackedTrainer`, for `memory`."""
+    """Yield the runs of whole steps of `PackedTrainer` that `memory` describes."""
     for name in ("whole_steps", "optimizers", "quantized_whole_steps"):
         for run in json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["runs"]:
             # The formulae have no autocast, whose copies checkpointing frees.
-            unknown = "float8" in (run["weights"], run["float8"] and "float8") or run["graphs"] or run["tokens"] < 8192
-            unknown |= run["weights"] == "float32" and not run["checkpointing"]
+            casts = run["weights"] == "float32" and not run["checkpointing"]
+            unknown = casts or run["float8"] or run["weights"] == "float8" or run["graphs"] or run["tokens"] < 8192
             if run.get("gpus") == 1 and "error" not in run and not unknown:
-                yield run["model"], run["tokens"], run, run["peak_GiB"]
+                yield run
 
 
 class FormulaeTest(unittest.TestCase):
     def test_fits_whole_steps(self):
         page = (ROOT / "docs/explained/memory.md").read_text()
-        whole = {"35B-A3B": Qwen3_5MoeTextConfig(), "Next-80B": Qwen3NextConfig()}
-        for model, tokens, run, measured in whole_steps_on_one_gpu():
-            config = whole.get(model) or Qwen3_5TextConfig(**SIZES[model])
+        for run in whole_steps_on_one_gpu():
+            model, tokens, measured = run["model"], run["tokens"], run["peak_GiB"]
+            config = qwen_config(model)
             in_4bit = run["weights"] == "nf4"
             given = {"weights": "bfloat16" if in_4bit else run["weights"], "optimizer": run["optim"]}
             if run["lora"]:
-                given |= {"lora_rank": 16, "lora_experts": model in whole, "load_in_4bit": in_4bit}
+                given |= {"lora_rank": 16, "lora_experts": model in MIXTURES, "load_in_4bit": in_4bit}
             need = plan_sequence_parallel(config, tokens, 1, 1000, **given).options[1][run["checkpointing"]]
             expected = need.total / GIB
             trained = (

@@ -134,15 +134,15 @@ def step_memory(
     weights, gradients, states = _of_parameters(sizes, parameters, width, lora, optimizer)
     root = gradients if throughout else 0.0 if lora.rank else width * parameters.root
     backward = _most_in_backward(ways, given, on_device, root / gpus, gradients / gpus)
-    most = max(gradients * throughout / gpus + saved + loss, backward)
+    most, working = max(gradients * throughout / gpus + saved + loss, backward), max(loss, layer)
     return StepMemory(
         weights=weights / gpus,
         gradients=gradients / gpus,
         moments=states / gpus,
         gathered=_gathered(parameters, len(layers), lora) if gpus > 1 else 0,
         saved=saved,
-        working=max(loss, layer),
-        apart=gradients / gpus + saved + max(loss, layer) - most,
+        working=working,
+        apart=gradients / gpus + saved + working - most,
         host=checkpoints if offload else 0.0,
     )
 
