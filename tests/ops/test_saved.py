@@ -1,19 +1,24 @@
 """What autograd functions save, and when: before their last product, which gradient checkpointing then leaves out."""
 
+import gc
+import itertools
 import unittest
 import weakref
 from contextlib import nullcontext
 from functools import partial
 
 import torch
+from common.families import tiny_model
 from common.launches import launches
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
+from transformers_packed import patch_model
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5MLP
 from transformers_packed.ops import experts, gated_rms_norm, glu
 from transformers_packed.ops.autograd import save, saved
@@ -86,7 +91,11 @@ class Packed:
 
     @classmethod
     def hooks(cls, made):
-        return torch.autograd.graph.saved_tensors_hooks(lambda x: cls(x, made), lambda found: found.x)
+        # As gradient checkpointing does.
+        def pack(x):
+            return cls(x.detach() if x.requires_grad else x, made)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda found: found.x)
 
 
 class SaveTest(unittest.TestCase):
@@ -154,6 +163,41 @@ LAST = {
 
 
 class FreedTest(InterpretedKernelsTest):
+    """What hooks return is freed without the collector of cycles, which may come after many layers."""
+
+    def setUp(self):
+        super().setUp()
+        gc.collect()
+        gc.disable()
+        self.addCleanup(gc.enable)
+
+    def test_an_output(self):
+        class Exp(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                y = x.exp()
+                save(ctx, y)
+                return y
+
+        packed = []
+        with Packed.hooks(packed):
+            y = Exp.apply(torch.ones(2, requires_grad=True))
+        self.assertIsNotNone(packed[0]())
+        del y
+        self.assertIsNone(packed[0]())
+
+    @parameterized.expand(list(itertools.product(("qwen3_5", "qwen3_5_moe"), (False, True))))
+    def test_layers(self, family, adapted):
+        model = tiny_model(family)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")) if adapted else model
+        patch_model(model)
+        packed = []
+        with Packed.hooks(packed):
+            y = model(input_ids=torch.arange(12)[None], use_cache=False).logits
+        self.assertGreater(len(packed), 30)
+        del y
+        self.assertEqual([found().x.shape for found in packed if found() is not None], [])
+
     def test_without_gradients_of_the_outputs(self):
         class Nothing(torch.autograd.Function):
             @staticmethod

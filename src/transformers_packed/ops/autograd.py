@@ -55,7 +55,12 @@ def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
         ctx.save_for_backward(*tensors)
         return
     pack, unpack = hooks
-    ctx.packed = [x if x is None else partial(unpack, pack(x)) for x in tensors]
+    ctx.packed = [x if x is None else partial(unpack, pack(_without_node(x))) for x in tensors]
+
+
+def _without_node(x: torch.Tensor) -> torch.Tensor:
+    """An alias of what the forward computed. As an output, the tensor itself gets the node that would then keep it."""
+    return x if x.requires_grad or isinstance(x, torch.nn.Parameter) else x.detach()
 
 
 def saved(ctx: Any) -> tuple[Any, ...]:
