@@ -363,7 +363,7 @@ class PageTest(unittest.TestCase):
             entry("liger", 200.0, isolation={"loss": 12.0, "repeated": 0.0, "changed": 1e-6}),
         )
         self.assertIn("not measured (OutOfMemoryError)", page)
-        self.assertIn("Not shown to be isolated: TRL with Liger.", page)
+        self.assertIn("**TRL with Liger, ", page)
 
     @parameterized.expand(
         [("rounding", 1e-5, 256, True), ("a leak", 2e-5, 256, False), ("no experts", 1e-5, 0, False)]
@@ -371,7 +371,7 @@ class PageTest(unittest.TestCase):
     def test_a_mixture_may_round_otherwise(self, _, changed, experts, passed):
         run = entry("unsloth", 20.0, isolation={"loss": 12.0, "repeated": 0.0, "changed": changed})
         page = self.words(entry("ours", 10.0), run | ({"experts": experts} if experts else {}))
-        self.assertEqual("Not shown to be isolated: Unsloth." not in page, passed)
+        self.assertEqual("**Unsloth, " not in page, passed)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[
             add(found, run, trained, run["step_ms"], run["peak_GiB"], "2 x " * (run["gpus"] > 1) + gpu)
     for key, runs in other_tools.grouped(peers).items():
         run = runs.get("ours", {})
-        if "step_ms" in run and key.task == "sft":
+        if "step_ms" in run and "peak_GiB" in run and key.task == "sft":
             peak = run["peak_GiB"] + run.get("graphs_GiB", 0)
             add(found, run, other_tools.trained(key), run["step_ms"], peak, other_tools.gpu(key.machine))
     return sorted(found.values(), key=lambda row: (other_tools.size(row["model"]), row["gib"]))
@@ -35,5 +35,10 @@ def add(found: dict, run: dict, trained: str, ms: float, gib: float, gpu: str, o
     weights = "4 bit" if trained == "QLoRA" else run.get("weights", "bfloat16").replace("float8", "FP8")
     weights += ", products in FP8" * bool(run.get("float8"))
     row = {"model": run["model"], "trained": trained, "weights": weights, "tokens": run["tokens"]}
-    row |= {"checkpointing": run["checkpointing"], "gpu": gpu, "optimizer": optimizer}
+    row |= {
+        "checkpointing": run["checkpointing"],
+        "offload": run.get("offload", False),
+        "gpu": gpu,
+        "optimizer": optimizer,
+    }
     found[tuple(row.values())] = row | {"ms": ms, "gib": gib, "graphs": "graphs_GiB" in run, "run": run}

@@ -209,12 +209,13 @@ class FormulaeTest(unittest.TestCase):
             given = {"weights": "bfloat16" if in_4bit else run["weights"], "optimizer": run["optim"]}
             if run["lora"]:
                 given |= {"lora_rank": 16, "lora_experts": model in MIXTURES, "load_in_4bit": in_4bit}
-            need = plan_sequence_parallel(config, tokens, 1, 1000, **given).options[1][run["checkpointing"]]
+            saving = run["checkpointing"] + run.get("offload", False)
+            need = plan_sequence_parallel(config, tokens, 1, 1000, **given).options[1][saving]
             expected = need.total / GIB
             trained = (
                 f"{'QLoRA' if in_4bit else 'LoRA' if run['lora'] else 'all'}, {'NF4' if in_4bit else run['weights']}"
             )
-            way = WITH if run["checkpointing"] else "without"
+            way = ("without", WITH, OFFLOAD)[saving]
             row = f"| {model} | {trained}, `{run['optim']}` | {tokens:,} | {way} | {measured:.1f} GiB | {expected:.1f} GiB |"
             with self.subTest(row):
                 self.assertLess(abs(expected / measured - 1), 0.06)
