@@ -33,6 +33,31 @@ def unsupported(where: str, what: str, fix: str = "") -> ValueError:
     return ValueError(f"{where} does not support {what}. {fix}".rstrip())
 
 
+def described(error: BaseException) -> str:
+    """Return the type and the message of an error without its full stop, as a part of a sentence.
+
+    PyTorch's message on memory goes on with sizes and advice. Only its first sentence stays.
+
+    Example:
+
+    ```python
+    >>> from transformers_packed.errors import described
+    >>> described(KeyError("score"))
+    "KeyError: 'score'"
+
+    ```
+    """
+    message = str(error)
+    if is_out_of_memory(error):
+        message = message.partition(". ")[0]
+    return f"{type(error).__name__}: {message.rstrip('.')}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is PyTorch's error on the memory of a GPU, whose class needs an import of torch."""
+    return type(error).__name__ == "OutOfMemoryError"
+
+
 def count(number: int, what: str) -> str:
     """Return a number of things in words, such as `1 step` or `2,000 steps`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

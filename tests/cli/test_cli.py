@@ -10,6 +10,7 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import torch
 from parameterized import parameterized
 
 from transformers_packed import __version__, cli
@@ -39,6 +40,35 @@ class CommandLineTest(unittest.TestCase):
         self.addCleanup(directory.cleanup)
         self.root = Path(directory.name)
         (self.root / "data.jsonl").write_text('{"input_ids": [1]}\n')
+
+    @parameterized.expand(
+        [
+            ("", "Pass --gradient-checkpointing, pass --lora or lower --batch-size."),
+            ("--row-length 99 --lora", "Pass --gradient-checkpointing, pass --load-in-4bit or lower --row-length."),
+            ("--gradient-checkpointing --offload --lora --load-in-4bit --batch-size 1", "Use a larger GPU."),
+            ("--gradient-checkpointing", "Pass --offload, pass --lora or lower --batch-size."),
+        ]
+    )
+    def test_out_of_memory(self, options, advice):
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+        command = ["train", "--model", "m", "--data", "d", "--output", "o", *options.split()]
+        with (
+            mock.patch("transformers_packed.cli.train.run", side_effect=error),
+            contextlib.redirect_stderr(io.StringIO()) as stderr,
+        ):
+            self.assertEqual(main(command), 1)
+        self.assertEqual(
+            stderr.getvalue(),
+            "transformers-packed train: expected a GPU with enough memory, got OutOfMemoryError: CUDA out of memory. "
+            f"{advice} The command memory computes what fits.\n",
+        )
+
+    def test_other_errors_have_a_traceback(self):
+        with (
+            mock.patch("transformers_packed.cli.env.run", side_effect=RuntimeError("CUDA error")),
+            self.assertRaisesRegex(RuntimeError, "CUDA error"),
+        ):
+            main(["env"])
 
     @parameterized.expand(
         [

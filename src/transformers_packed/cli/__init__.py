@@ -61,6 +61,13 @@ def _run(argv: list[str] | None) -> int:
     except (ImportError, OSError, ValueError) as error:
         print(f"{name}: {args.parser.with_options(str(error)) if args else error}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        from ..errors import is_out_of_memory
+
+        if args is None or not is_out_of_memory(error):
+            raise
+        print(f"{name}: {args.parser.out_of_memory(args, error)}", file=sys.stderr)
+        return 1
 
 
 def print_interrupted(name: str, where: object = "") -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..data.planning.memory import FILLED
+from ..errors import described
 from ..models.cuda_graphs import records_graphs, text_models_of, use_cuda_graphs
 
 
@@ -56,7 +57,7 @@ def choose_graphs(
         short, longest = run_short or run, run_longest or run
         on, reason = _choose(model, max_length, run, short, longest, others, 1 + _REST / rows_per_step)
     except Exception as error:
-        reason = f"measuring stopped with {type(error).__name__}: {error}"
+        reason = f"measuring stopped with {described(error)}"
     finally:
         if not on:
             use_cuda_graphs(model, 0)

@@ -36,7 +36,7 @@ from ...audit.model_state import quiet
 from ...data.documents import PaddedSamples, is_packed
 from ...data.excerpts import cut_around_target, excerpts, places_of, targets_in, targets_of
 from ...data.samples import documents_of, has_items
-from ...errors import input_error
+from ...errors import described, input_error
 from ...models.cuda_graphs import without_graphs
 from ...models.padding import PaddedBatch
 from ...models.registry import inner_model
@@ -112,7 +112,7 @@ class VerifyCallback(TrainerCallback):
             if args.world_size > 1:
                 error.add_note("This happened while packing was verified. Pass verify=False to skip it.")
                 raise
-            said = f"Not verified: {type(error).__name__}: {error}"
+            said = f"Not verified: {described(error)}."
         self._verified = key
         if difference is not None:
             self._refuse(difference, train_dataloader)
@@ -262,8 +262,7 @@ def _beyond_rounding(
             row, exact = step(), step_padded()
             different = compare(*row, *exact, precision_of(model))
     except Exception as error:
-        stopped = f"{type(error).__name__}: {str(error).rstrip('.')}"
-        return f"Float32 would show whether this is rounding, but it stopped: {stopped}."
+        return f"Float32 would show whether this is rounding, but it stopped: {described(error)}."
     if different or row[1].shape != found[1].shape:
         return "This is more than rounding: float32 differs too."
     return None if is_as_close(found, padded, exact) else "This is more than rounding: padded is closer to float32."
@@ -320,8 +319,8 @@ def _stops_training() -> Iterator[None]:
     except (DifferenceError, UnseenError):
         raise
     except Exception as error:
-        got = f"{type(error).__name__}: {str(error).rstrip('.')}"
-        raise DifferenceError(str(input_error("a step of training on packed rows", got, PADDED))) from error
+        message = input_error("a step of training on packed rows", described(error), PADDED)
+        raise DifferenceError(str(message)) from error
 
 
 def _collate_padded(loader: Any, documents: list, columns: Sequence[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ...data.dataset import PackingDataset, sampled_lengths
 from ...data.usual_rows import Rows, rows_of
+from ...errors import described
 from ...models.cuda_graphs import documents_of_graphs, find_text_models, reason_of_layers, remove_graphs
 from ...models.releases import prepare_inputs, rows_per_batch
 from ..checks import excludes_graphs, say
@@ -73,9 +74,8 @@ class WarmUpCallback(TrainerCallback):
             if args.world_size > 1:
                 error.add_note(f"This row was made to {self.purpose}. Pass {self.option} to skip it.")
                 raise
-            reason = f"{type(error).__name__}: {error}"
             logger.warning(
-                f"A row that was made to {self.purpose} stopped with {reason}. Training goes on without it."
+                f"A row that was made to {self.purpose} stopped with {described(error)}. Training goes on without it."
             )
         if compared is not None:
             # Only rows of the dataset show whether the processes read the same ones.
