@@ -50,7 +50,7 @@ def described(error: BaseException) -> str:
     message = str(error)
     if is_out_of_memory(error):
         message = message.partition(". ")[0]
-    return f"{type(error).__name__}: {message.rstrip('.')}"
+    return f"{type(error).__name__}: {message}".rstrip(": .\n")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -43,10 +43,14 @@ class CommandLineTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("", "Pass --gradient-checkpointing, pass --lora or lower --batch-size."),
+            ("", "Pass --gradient-checkpointing or lower --batch-size."),
             ("--row-length 99 --lora", "Pass --gradient-checkpointing, pass --load-in-4bit or lower --row-length."),
             ("--gradient-checkpointing --offload --lora --load-in-4bit --batch-size 1", "Use a larger GPU."),
-            ("--gradient-checkpointing", "Pass --offload, pass --lora or lower --batch-size."),
+            ("--gradient-checkpointing --max-length 9", "Pass --offload, lower --batch-size or lower --max-length."),
+            (
+                "--gradient-checkpointing --every-n-layers 2 --row-length 9",
+                "Pass --offload, lower --row-length or lower --every-n-layers.",
+            ),
         ]
     )
     def test_out_of_memory(self, options, advice):

@@ -20,7 +20,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
 from transformers_packed import patch_model
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5MLP
-from transformers_packed.ops import experts, gated_rms_norm, glu
+from transformers_packed.ops import experts, gated_rms_norm, glu, rms_norm
 from transformers_packed.ops.autograd import save, saved
 from transformers_packed.ops.linear import shared_input_linears
 from transformers_packed.ops.terms import Adapter, Float8Weight, Projection
@@ -136,11 +136,12 @@ class SaveTest(unittest.TestCase):
             Cube.apply(self.x if mode else self.x.detach())
         self.assertEqual(packed, [])
 
-    def test_hooks_get_parameters(self):
-        packed, parameter = [], torch.nn.Parameter(self.x.detach())
+    @parameterized.expand([("parameter", torch.nn.Parameter), ("input", torch.sin)])
+    def test_hooks_get_inputs_as_they_are(self, _, make):
+        packed, x = [], make(self.x if make is torch.sin else self.x.detach())
         with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
-            Cube.apply(parameter)
-        self.assertIs(packed[0], parameter)
+            Cube.apply(x)
+        self.assertIs(packed[0], x)
         self.assertFalse(packed[1].requires_grad)
 
 
@@ -197,6 +198,21 @@ class FreedTest(InterpretedKernelsTest):
         self.assertGreater(len(packed), 30)
         del y
         self.assertEqual([found().x.shape for found in packed if found() is not None], [])
+
+    def test_what_a_checkpoint_computes_again(self):
+        x, norm = torch.randn(1, TOKENS, WIDTH, requires_grad=True), torch.ones(WIDTH)
+
+        def block(x):
+            y, total = rms_norm(x, norm, residual=x.sin(), impl="triton")
+            return y + total.sin()
+
+        again(block)(x).sum().backward()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        found = [x.shape for x in gc.garbage if isinstance(x, torch.Tensor)]
+        gc.garbage.clear()
+        self.assertEqual(found, [])
 
     def test_without_gradients_of_the_outputs(self):
         class Nothing(torch.autograd.Function):

@@ -1,7 +1,9 @@
 """The check before the first step: it finds what differs from padded training, and is quiet about what does not."""
 
+import contextlib
 import copy
 import gc
+import io
 import unittest
 from itertools import accumulate
 from unittest import mock
@@ -166,6 +168,16 @@ class FindsTest(VerifyTestCase):
         else:
             with self.assertRaisesRegex(ValueError, message):
                 said(trainer.train)
+
+    def test_a_step_without_enough_memory(self):
+        """It stops training too. Packing is not undone for it, since padded batches need more memory."""
+        trainer = self.trainer()
+        said(configure_packing, trainer)
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
+        trainer.training_step = mock.Mock(side_effect=error)
+        with contextlib.redirect_stdout(io.StringIO()) as stdout, self.assertRaises(torch.OutOfMemoryError):
+            trainer.train()
+        self.assertEqual(stdout.getvalue(), "Not verified: OutOfMemoryError: CUDA out of memory.\n")
 
     def test_a_loss_that_reads_logits_under_mixed_precision(self):
         """Set after `configure_packing`. The wrapped model keeps its classes, but has to return what the stock one does."""

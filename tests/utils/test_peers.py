@@ -40,7 +40,8 @@ def run(*arguments: str) -> None:
 
 
 def entry(tool: str, milliseconds: float, **values) -> dict:
-    step = {"step_ms": milliseconds, "tokens_per_second": 1, "losses": {"1": 12.5}, "first_step_seconds": 9.0}
+    step = {"step_ms": milliseconds, "steps_ms": [milliseconds] * 20, "tokens_per_second": 1, "losses": {"1": 12.5}}
+    step["first_step_seconds"] = 9.0
     cell = {"model": "4B", "lora": False, "checkpointing": False, "tokens": 16384, "documents": 34, "machine": "GPU"}
     how = {"warmup": 5, "steps": 20, "caches": "filled", "versions": {"torch": "2.11", tool: "1"}, "command": tool}
     isolated = {"isolation": {"loss": 12.0, "repeated": 0.0, "changed": 0.0}}

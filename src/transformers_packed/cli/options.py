@@ -77,10 +77,12 @@ class Parser(argparse.ArgumentParser):
 
     def out_of_memory(self, args: argparse.Namespace, error: BaseException) -> str:
         """A message on the memory of a GPU, with the options of the command that need less and were not given."""
-        given = {flag: getattr(args, _dest(flag), None) for flag in (*_LESS_MEMORY, *_SIZES)}
+        given = {flag: getattr(args, _dest(flag), None) for flag in ("--lora", *_LESS_MEMORY, *_SIZES)}
         possible = [flag for flag in _LESS_MEMORY if flag not in _NEEDS or given[_NEEDS[flag][0]]]
         less = [f"pass {flag}" for flag in possible if given[flag] is False]
-        less += [f"lower {flag}" for flag in _SIZES if (given[flag] or 1) > 1][:1]
+        # The length of a row stands for the next two.
+        sizes = _SIZES[:1] + _SIZES[3:] if given[_SIZES[0]] else _SIZES
+        less += [f"lower {flag}" for flag in sizes if (given[flag] or 1) > 1]
         advice = f"{', '.join(less[:-1])} or {less[-1]}" if less[1:] else "".join(less) or "use a larger GPU"
         fix = f"{advice[0].upper()}{advice[1:]}. The command memory computes what fits."
         return str(input_error("a GPU with enough memory", described(error), fix))
@@ -164,9 +166,9 @@ _NEEDS = {
     "--offload": ("--gradient-checkpointing", "without it, there are no checkpoints"),
     "--every-n-layers": ("--gradient-checkpointing", "without it, all layers keep their activations"),
 }
-# Options that need less memory, and those that set its amount.
-_LESS_MEMORY = ("--gradient-checkpointing", "--offload", "--lora", "--load-in-4bit")
-_SIZES = ("--row-length", "--batch-size")
+# Options that need less memory and train the same weights, and numbers that set its amount.
+_LESS_MEMORY = ("--gradient-checkpointing", "--offload", "--load-in-4bit")
+_SIZES = ("--row-length", "--batch-size", "--max-length", "--every-n-layers")
 _DATA = "JSON-lines or parquet file, or a dataset: a name on the Hub or a directory"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
 _DTYPES = ("float32", "bfloat16")

@@ -36,7 +36,7 @@ from ...audit.model_state import quiet
 from ...data.documents import PaddedSamples, is_packed
 from ...data.excerpts import cut_around_target, excerpts, places_of, targets_in, targets_of
 from ...data.samples import documents_of, has_items
-from ...errors import described, input_error
+from ...errors import described, input_error, is_out_of_memory
 from ...models.cuda_graphs import without_graphs
 from ...models.padding import PaddedBatch
 from ...models.registry import inner_model
@@ -319,6 +319,9 @@ def _stops_training() -> Iterator[None]:
     except (DifferenceError, UnseenError):
         raise
     except Exception as error:
+        # Training stops with it too, and padded batches need more memory.
+        if is_out_of_memory(error):
+            raise
         message = input_error("a step of training on packed rows", described(error), PADDED)
         raise DifferenceError(str(message)) from error
 
