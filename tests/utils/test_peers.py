@@ -311,7 +311,7 @@ class PageTest(unittest.TestCase):
         places = [page.index(f"| {title} | ours |") for title in titles]
         self.assertEqual(places, sorted(places))
         self.assertIn("| ours, shared prompts | 8 | 0.8 x |", page)
-        self.assertIn("All of these runs passed", page)
+        self.assertIn("All checks passed.", page)
         self.assertIn("Not measured: other shapes and GRPO beside other tools.", page)
 
     def test_other_ways_to_train_have_rows_of_their_own(self):
@@ -344,8 +344,8 @@ class PageTest(unittest.TestCase):
         for text in (
             "A single document of a step has no other one",
             "The adapters are in bfloat16 (ours, Unsloth).",
-            "differ by at most 0.002 among the tools",
-            "All of these runs passed",
+            "differ by at most 0.002 among these: ours",
+            "All checks passed.",
             "Not measured: other shapes and mixtures of experts beside other tools.",
         ):
             self.assertIn(text, page)
