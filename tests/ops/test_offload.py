@@ -179,7 +179,7 @@ class BuffersTest(unittest.TestCase):
             self.pool.stream.synchronize.assert_called_once()
             cudart.cudaHostUnregister.assert_called_once_with(address)
             cudart.cudaHostRegister.return_value = 2
-            with self.assertRaisesRegex(RuntimeError, "expected 1 MiB more of host memory .* got error 2"):
+            with self.assertRaisesRegex(MemoryError, "expected 1 MiB more of host memory .* got error 2"):
                 offload.Copies.allocate(self.pool, 1 << 20)
             buffers.clear()
 

@@ -58,7 +58,7 @@ def _run(argv: list[str] | None) -> int:
         # As in `transformers-packed env | head -3`. Python flushes stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, MemoryError, OSError, ValueError) as error:
         print(f"{name}: {args.parser.with_options(str(error)) if args else error}", file=sys.stderr)
         return 1
     except RuntimeError as error:

@@ -48,7 +48,7 @@ class HostCheckpoints:
 
         Raises:
             `ValueError`: `function` writes into one of its arguments, whose copy would then be of neither state.
-            `RuntimeError`: the host has no memory for the copies.
+            `MemoryError`: the host has no memory for the copies.
         """
         with saved_tensors_hooks(self._save, _load):
             return checkpoint(function, *args, **kwargs)
@@ -112,7 +112,7 @@ class Copies:
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         failed = int(_cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
         if failed:
-            raise RuntimeError(
+            raise MemoryError(
                 f"offload: expected {size / 2**20:,.0f} MiB more of host memory that CUDA can pin, got error {failed}. "
                 "Use shorter rows, checkpoint fewer layers with every_n_layers, or leave offload out."
             )
