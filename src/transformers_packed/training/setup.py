@@ -16,7 +16,7 @@ from ..data.planning.rows import mean_of_longest
 from ..data.samples import has_items
 from ..data.streaming import IterablePackingDataset
 from ..data.usual_rows import Rows
-from ..errors import input_error
+from ..errors import count, input_error
 from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
 from ..models.families import LANGUAGE_MODELS, OWN, families_of, titles
 from ..models.family import Own
@@ -528,10 +528,10 @@ def _line(trainer: Trainer, dataset: Any, packed: bool, options: Options) -> str
     if isinstance(dataset, PackingDataset):
         plan, args = dataset.plan, trainer.args
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * _readers(trainer, options)
+        steps = count(-(-len(plan) // rows), "step")
         return (
             f"Packing on: fill {plan.fill:.1%}, about {1 / (1 - plan.padding_avoided):.1f} x fewer tokens computed than in "
-            f"padded batches of 8; {len(plan):,} rows of at most {plan.max_length:,} tokens, {-(-len(plan) // rows):,} steps "
-            f"per epoch; {isolated}"
+            f"padded batches of 8; {count(len(plan), 'row')} of at most {plan.max_length:,} tokens, {steps} per epoch; {isolated}"
         )
     return f"Packing on: {isolated}"
 
