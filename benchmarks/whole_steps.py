@@ -221,8 +221,7 @@ def measure(args, config: dict) -> dict:
         del trainer.training_step
         trainer.accelerator.dataloader_config.non_blocking = False
     if args.profile and trainer.is_fsdp_enabled:
-        plain = model.get_base_model() if args.lora else model
-        plain.model.layers[-1].register_forward_pre_hook(clock.note_addresses)
+        model.get_decoder().layers[-1].register_forward_pre_hook(clock.note_addresses)
     trainer.train()
     seconds = (clock.times[clock.last] - clock.times[clock.first]) / args.steps
     lengths = sample_lengths("lognormal", args.tokens)

@@ -1,5 +1,7 @@
 """A common format for input errors: the expected input, the actual input, and the fix. And counts in words."""
 
+from collections.abc import Sequence
+
 
 def input_error(expected: object, got: object, fix: str = "", *, option: str = "") -> ValueError:
     """Build the `ValueError` that the package raises for unsupported or inconsistent input.
@@ -56,6 +58,12 @@ def described(error: BaseException) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is PyTorch's error on the memory of a GPU, whose class needs an import of torch."""
     return type(error).__name__ == "OutOfMemoryError"
+
+
+def alternatives(words: Sequence[str]) -> str:
+    """Return words as in `A, B or C`."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def count(number: int, what: str) -> str:

@@ -67,16 +67,23 @@ class CommandLineTest(unittest.TestCase):
             f"{advice} The command memory computes what fits.\n",
         )
 
-    def test_out_of_memory_on_the_host(self):
-        error = MemoryError("offload: expected more memory. Use every_n_layers")
+    @parameterized.expand(
+        [
+            (
+                MemoryError("offload: expected more memory. Use every_n_layers"),
+                "offload: expected more memory. Use --every-n-layers",
+            ),
+            (MemoryError(), "MemoryError"),
+        ]
+    )
+    def test_out_of_memory_on_the_host(self, error, message):
         command = ["train", "--model", "m", "--data", "d", "--output", "o"]
         with (
             mock.patch("transformers_packed.cli.train.run", side_effect=error),
             contextlib.redirect_stderr(io.StringIO()) as stderr,
         ):
             self.assertEqual(main(command), 1)
-        said = "transformers-packed train: offload: expected more memory. Use --every-n-layers\n"
-        self.assertEqual(stderr.getvalue(), said)
+        self.assertEqual(stderr.getvalue(), f"transformers-packed train: {message}\n")
 
     def test_other_errors_have_a_traceback(self):
         with (

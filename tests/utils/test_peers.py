@@ -344,7 +344,7 @@ class PageTest(unittest.TestCase):
         for text in (
             "A single document of a step has no other one",
             "The adapters are in bfloat16 (ours, Unsloth).",
-            "differ by at most 0.002 among these: ours",
+            "differ by at most 0.002 among these: ours; Unsloth.",
             "All checks passed.",
             "Not measured: other shapes and mixtures of experts beside other tools.",
         ):
@@ -364,7 +364,11 @@ class PageTest(unittest.TestCase):
             entry("liger", 200.0, isolation={"loss": 12.0, "repeated": 0.0, "changed": 1e-6}),
         )
         self.assertIn("not measured (OutOfMemoryError)", page)
-        self.assertIn("**TRL with Liger, ", page)
+        self.assertIn(
+            "**TRL with Liger, 4B, full, 16,384 tokens in 34 documents, GPU: changed by 1e-06, and by 0 in a repetition.** "
+            "All other checks passed.",
+            page,
+        )
 
     @parameterized.expand(
         [("rounding", 1e-5, 256, True), ("a leak", 2e-5, 256, False), ("no experts", 1e-5, 0, False)]
@@ -372,7 +376,8 @@ class PageTest(unittest.TestCase):
     def test_a_mixture_may_round_otherwise(self, _, changed, experts, passed):
         run = entry("unsloth", 20.0, isolation={"loss": 12.0, "repeated": 0.0, "changed": changed})
         page = self.words(entry("ours", 10.0), run | ({"experts": experts} if experts else {}))
-        self.assertEqual("**Unsloth, " not in page, passed)
+        self.assertEqual("**Unsloth, 4B, full, 16,384 tokens in 34 documents, GPU: changed by" not in page, passed)
+        self.assertEqual("All checks passed." in page, passed)
 
 
 if __name__ == "__main__":

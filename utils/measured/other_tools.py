@@ -145,7 +145,9 @@ def isolated(run: dict) -> bool:
 
 
 def values(runs: list[dict], name: str) -> str:
-    return listed(map(str, sorted({run[name] for run in runs}) or ["no"]), "or")
+    """Return the values of a field, or the lengths of lists."""
+    found = {len(run[name]) if isinstance(run[name], list) else run[name] for run in runs}
+    return listed(map(str, sorted(found) or ["no"]), "or")
 
 
 def listed(items: Iterable[str], word: str = "and") -> str:

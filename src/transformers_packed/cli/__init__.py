@@ -59,7 +59,9 @@ def _run(argv: list[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ImportError, MemoryError, OSError, ValueError) as error:
-        print(f"{name}: {args.parser.with_options(str(error)) if args else error}", file=sys.stderr)
+        # Python's own `MemoryError` has no message.
+        message = str(error) or type(error).__name__
+        print(f"{name}: {args.parser.with_options(message) if args else message}", file=sys.stderr)
         return 1
     except RuntimeError as error:
         from ..errors import is_out_of_memory

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..errors import described, input_error
+from ..errors import alternatives, described, input_error
 from ..models.optimizers import DEFAULT, OPTIMIZERS
 from . import COMMANDS
 
@@ -77,13 +77,12 @@ class Parser(argparse.ArgumentParser):
 
     def out_of_memory(self, args: argparse.Namespace, error: BaseException) -> str:
         """A message on the memory of a GPU, with the options of the command that need less and were not given."""
-        given = {flag: getattr(args, _dest(flag), None) for flag in ("--lora", *_LESS_MEMORY, *_SIZES)}
-        possible = [flag for flag in _LESS_MEMORY if flag not in _NEEDS or given[_NEEDS[flag][0]]]
-        less = [f"pass {flag}" for flag in possible if given[flag] is False]
-        # The length of a row stands for the next two.
-        sizes = _SIZES[:1] + _SIZES[3:] if given[_SIZES[0]] else _SIZES
-        less += [f"lower {flag}" for flag in sizes if (given[flag] or 1) > 1]
-        advice = f"{', '.join(less[:-1])} or {less[-1]}" if less[1:] else "".join(less) or "use a larger GPU"
+        given = {action.dest: getattr(args, action.dest, None) for action in self._actions}
+        possible = [flag for flag in _LESS_MEMORY if flag not in _NEEDS or given.get(_dest(_NEEDS[flag][0]))]
+        less = [f"pass {flag}" for flag in possible if given.get(_dest(flag)) is False]
+        row = ("--row-length",) if given.get("row_length") else ("--batch-size", "--max-length")
+        less += [f"lower {flag}" for flag in (*row, "--every-n-layers") if (given.get(_dest(flag)) or 1) > 1]
+        advice = alternatives(less or ["use a larger GPU"])
         fix = f"{advice[0].upper()}{advice[1:]}. The command memory computes what fits."
         return str(input_error("a GPU with enough memory", described(error), fix))
 
@@ -166,9 +165,8 @@ _NEEDS = {
     "--offload": ("--gradient-checkpointing", "without it, there are no checkpoints"),
     "--every-n-layers": ("--gradient-checkpointing", "without it, all layers keep their activations"),
 }
-# Options that need less memory and train the same weights, and numbers that set its amount.
+# Options that need less memory and train the same weights.
 _LESS_MEMORY = ("--gradient-checkpointing", "--offload", "--load-in-4bit")
-_SIZES = ("--row-length", "--batch-size", "--max-length", "--every-n-layers")
 _DATA = "JSON-lines or parquet file, or a dataset: a name on the Hub or a directory"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
 _DTYPES = ("float32", "bfloat16")

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
-from ..errors import input_error
+from ..errors import alternatives, input_error
 from .bailing_hybrid.family import BAILING_HYBRID
 from .family import Family, Isolated, Mixer, Mixers, Refused, Unpacked
 from .kimi_linear.family import KIMI_LINEAR
@@ -39,8 +39,7 @@ EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
 
 def titles(families: Iterable[Family] = OWN) -> str:
     """Return the names of families in texts: "A, B or C"."""
-    *others, last = (family.title for family in families)
-    return f"{', '.join(others)} or {last}" if others else last
+    return alternatives([family.title for family in families])
 
 
 _PLAIN = Mixer()
