@@ -116,10 +116,6 @@ class ProjectTest(unittest.TestCase):
 
     def test_other_dtypes_run_by_themselves(self):
         layers, x = make(FLOAT32)
-        with torch.autocast("cpu", BFLOAT16):
-            outputs = project(x, *layers)
-        self.assertEqual([y.dtype for y in outputs], [BFLOAT16] * 3)
-        self.assertEqual(self.calls, [])
         with self.assertRaisesRegex(RuntimeError, "same dtype"):
             project(x.double(), *layers)
         self.assertEqual(self.calls, [])
@@ -141,14 +137,26 @@ class ProjectTest(unittest.TestCase):
         normed = gated_rms_norm(heads, heads, torch.ones(3), linear_weight=layer)
         self.assertTrue(torch.equal(normed, layer(gated_rms_norm(heads, heads, torch.ones(3)).flatten(-2))))
 
-    def test_frozen_weights_under_autocast_are_called_together(self):
+    def test_autocast_runs_layers_together(self):
+        """Each layer by itself would save a copy of the input, and of its weight, in the dtype of the products."""
         layers, x = make(FLOAT32)
-        for layer in layers[:2]:
-            layer.weight.requires_grad_(False)
-        with torch.autocast("cpu", BFLOAT16):
+        layers[0].weight.requires_grad_(False)
+        known = {id(t) for layer in layers for t in layer.parameters()}
+        saved = {}
+
+        def pack(t):
+            if id(t) not in known:
+                saved[t.untyped_storage().data_ptr()] = t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", BFLOAT16):
             outputs = project(x, *layers)
         self.assertEqual([y.dtype for y in outputs], [BFLOAT16] * 3)
-        self.assertEqual(self.calls, [2])
+        self.assertEqual(self.calls, [3])
+        self.assertEqual([(t.dtype, t.shape) for t in saved.values()], [(BFLOAT16, x.shape)])
+        sum(y.float().sum() for y in outputs).backward()
+        self.assertEqual([layer.weight.grad is None for layer in layers], [True, False, False])
+        self.assertEqual([layer.weight.grad.dtype for layer in layers[1:]], [FLOAT32] * 2)
 
 
 def layer(out, *ranks, scales=(0.5, 3.0), bias=False, adapter_bias=False):
@@ -390,7 +398,7 @@ class FusedTest(unittest.TestCase):
             shared_input_linears(rows(2, WIDTH), *made([layer(7, 2)]), impl="fused")
 
     def test_mixed_dtypes_are_refused(self):
-        reason = "fused: needs one dtype for all products, and trained weights in it"
+        reason = "fused: needs one dtype for all products"
         wide, narrow = made([layer(130, 2), layer(7, 2)], FLOAT32)
         (half,) = made([layer(130, 2)], BFLOAT16)
         for x, layers in [
@@ -405,9 +413,9 @@ class FusedTest(unittest.TestCase):
                 shared_input_linears(x, *layers)
         with torch.autocast("cpu", BFLOAT16):
             x = rows(2, WIDTH, dtype=FLOAT32)
+            self.assertEqual([y.dtype for y in shared_input_linears(x, wide, half, impl="fused")], [BFLOAT16] * 2)
             with self.assertRaisesRegex(ValueError, reason):
-                shared_input_linears(x, wide, half, impl="fused")
-            self.assertEqual([y.dtype for y in shared_input_linears(x, wide, half)], [BFLOAT16] * 2)
+                shared_input_linears(x.double(), narrow, impl="fused")
 
     def test_dropout_in_float64_is_refused(self):
         layers = made([layer(7, 2)])
@@ -468,6 +476,27 @@ class PrecisionTest(unittest.TestCase):
         for i, (ours, pefts) in enumerate(zip(*self.errors(base_dtype, x_dtype, out), strict=True)):
             self.assertGreater(pefts, 1e-4)
             self.assertLess(ours, 2 * pefts, f"result {i}")
+
+    def test_trained_weights_are_not_worse_than_with_autocast_alone(self):
+        torch.manual_seed(0)
+        x, weights = torch.randn(2, 33, 48), [torch.randn(out, 48) for out in (7, 200)]
+        upstream = [torch.randn(2, 33, len(w)).bfloat16() for w in weights]
+
+        def results(apply, dtype=FLOAT32):
+            leaves = [t.to(dtype).requires_grad_() for t in (x, *weights)]
+            outputs = apply(*leaves)
+            return [y.detach() for y in outputs], torch.autograd.grad(
+                outputs, leaves, [u.to(outputs[0]) for u in upstream]
+            )
+
+        with torch.autocast("cpu", BFLOAT16):
+            ours = results(lambda x, *weights: shared_input_linears(x, *weights, impl="fused"))
+            theirs = results(lambda x, *weights: [torch.nn.functional.linear(x, w) for w in weights])
+        exact = results(lambda x, *weights: [torch.nn.functional.linear(x, w) for w in weights], torch.float64)
+        for our, their, right in zip(*([*out, *grads] for out, grads in (ours, theirs, exact)), strict=True):
+            self.assertEqual(our.dtype, their.dtype)
+            self.assertGreater(relative(their, right), 1e-4)
+            self.assertLess(relative(our, right), 1.1 * relative(their, right))
 
     def test_float32_adapters_without_autocast(self):
         """Products run in bfloat16; gradients have the adapters' dtype."""

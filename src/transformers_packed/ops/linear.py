@@ -44,14 +44,13 @@ def check_layer(width: int, layer: torch.Tensor | Projection) -> None:
 def product_dtype(hidden_states: torch.Tensor, layer: torch.Tensor | Projection) -> torch.dtype | None:
     """Return the dtype of the outputs if one function can compute this layer, or `None` if the layer has to be called.
 
-    The layer has to be called if it would fail, or if autocast would cast a weight that is trained: autocast casts such
-    a weight once for all its uses. A quantized weight has the dtype of its products.
+    The layer has to be called if it would fail. A quantized weight has the dtype of its products, and autocast casts another
+    one to its own dtype.
     """
     weight = as_projection(layer).weight
     dtype = autocast_dtype(hidden_states)
     if dtype is not None:
-        cast = isinstance(weight, torch.Tensor) and weight.dtype != dtype and weight.requires_grad
-        return None if cast or hidden_states.dtype == torch.float64 else dtype
+        return None if torch.float64 in (hidden_states.dtype, weight.dtype) else dtype
     dtype = weight.dtype
     if hidden_states.dtype == dtype:
         return dtype
@@ -179,7 +178,7 @@ def _verify_fused(hidden_states, *projections):
         return False, "needs CUDA tensors"
     dtypes = {product_dtype(hidden_states, projection) for projection in projections}
     if len(dtypes) != 1 or None in dtypes:
-        return False, "needs one dtype for all products, and trained weights in it"
+        return False, "needs one dtype for all products"
     for weight in in_float8:
         ok, reason = float8.verify(hidden_states, weight, *dtypes)
         if not ok:
