@@ -280,10 +280,8 @@ def check(args, trainer, samples) -> dict:
         from groups import check_answers
 
         return check_answers(args, trainer, samples)
-    if args.task == "dpo":
+    if args.task == "dpo" or args.documents == 1:
         return {}
-    if args.documents == 1:
-        return {"isolation_left_out": "a single document has no other one"}
     return {"isolation": isolation(trainer, samples[: args.documents])}
 
 

@@ -140,7 +140,7 @@ def isolated(run: dict) -> bool:
     """Return whether the check of a run found no leak. Runs of DPO and of single documents have no check."""
     found = run.get("isolation")
     rounding = 1e-6 * found["loss"] if found and "experts" in run else 0
-    left_out = cell(run).task == "dpo" or "isolation_left_out" in run
+    left_out = cell(run).task == "dpo" or run["documents"] == 1
     return left_out or (found is not None and found["changed"] <= max(found["repeated"], rounding))
 
 

@@ -25,7 +25,7 @@ def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[
             add(found, run, trained, run["step_ms"], run["peak_GiB"], "2 x " * (run["gpus"] > 1) + gpu)
     for key, runs in other_tools.grouped(peers).items():
         run = runs.get("ours", {})
-        if "step_ms" in run and "fault" not in run and key.task == "sft":
+        if "step_ms" in run and key.task == "sft":
             peak = run["peak_GiB"] + run.get("graphs_GiB", 0)
             add(found, run, other_tools.trained(key), run["step_ms"], peak, other_tools.gpu(key.machine))
     return sorted(found.values(), key=lambda row: (other_tools.size(row["model"]), row["gib"]))

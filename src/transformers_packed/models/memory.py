@@ -45,21 +45,36 @@ class Lora:
 ALL_TRAINED = Lora()
 
 
-def loss_memory(sizes: Sizes, tokens: int, frozen: bool = False) -> float:
-    """Peak bytes of the loss computation, including the final norm. `frozen` says that the head is not trained."""
+def loss_memory(sizes: Sizes, tokens: int, frozen: bool = False, stream: int = HALF) -> float:
+    """Peak bytes of the loss computation, including the final norm. `frozen` says that the head is not trained.
+
+    `stream` is the width of the hidden states between layers in bytes, which is that of the weights.
+    """
     hidden, vocabulary = sizes.hidden, sizes.vocabulary
     # A chunk's logits. A trained head has its float32 gradient beside them and, later, that gradient in bfloat16.
     head = HALF * vocabulary * min(tokens, FROZEN_CHUNK_SIZE if frozen else CHUNK_SIZE)
     if not frozen:
         head = max(head, HALF * vocabulary * hidden) + FULL * vocabulary * hidden
+    if stream != HALF:
+        # Autocast's copy of the head.
+        head += HALF * vocabulary * hidden
     # Input and output of the norm, the hidden states with a target, and their gradients.
-    return head + HALF * 4 * hidden * tokens
+    return head + (stream + HALF * 3) * hidden * tokens
 
 
 def layer_memory(
-    sizes: Sizes, layer: Layer, max_length: int, size: int, attention: str | None, lora: Lora = ALL_TRAINED
+    sizes: Sizes,
+    layer: Layer,
+    max_length: int,
+    size: int,
+    attention: str | None,
+    lora: Lora = ALL_TRAINED,
+    stream: int = HALF,
 ) -> tuple[float, float]:
-    """Bytes that a layer saves for backward on one GPU, and the peak of additional bytes in this backward."""
+    """Bytes that a layer saves for backward on one GPU, and the peak of additional bytes in this backward.
+
+    `stream` is the width of the hidden states between layers in bytes.
+    """
     tokens, hidden, whole_row = -(-max_length // size), sizes.hidden, 0
     if isinstance(layer.mixer, DeltaRule):
         kept, made = _of_delta_rule(layer.mixer)
@@ -70,7 +85,7 @@ def layer_memory(
         whole_row = (max_length - tokens) * layer.mixer.kv_heads * both if gathers else 0
     mlp_kept, mlp_made = _of_mlp(layer.mlp, hidden, lora)
     # The input of the layer, the outputs of its two norms, and the input of the second norm.
-    kept += 4 * hidden + mlp_kept
+    kept += (2 + 2 * stream // HALF) * hidden + mlp_kept
     if lora.rank:
         # The product of each adapter's first matrix: those of the mixer, and of the MLP or the shared expert.
         kept += lora.rank * (len(layer.mixer.linears) + layer.mlp_linear_layers)

@@ -129,8 +129,6 @@ class SequenceParallelPlan:
             tokens, columns = -(-self.max_length // size), f"{others[0]:>9} {others[1]:>17}"
             lines.append(f"{size:>3}  {self.gpus // size:>12,}  {tokens:>14,}  {first:>25} {columns}".rstrip())
         lines.append(f"* more than {FILLED:.0%} of the memory")
-        if self.weights == "float32":
-            lines.append("Without gradient checkpointing, copies of weights and activations for autocast come on top.")
         lines.append("")
         lines += [f"Smallest P {name}: {self._verdict(way)}" for way, name in enumerate(_WAYS)]
         lines.append("")

@@ -123,14 +123,16 @@ def step_memory(
     # DDP keeps the gradients in its buckets.
     throughout = optimizer.releases or rows > 1 or (whole and gpus > 1)
     gpus, tokens = 1 if whole else gpus, -(-max_length // size)
-    layers = [layer_memory(sizes, layer, max_length, size, attention, lora) for layer in sizes.layers]
+    # FSDP2 casts weights to bfloat16, and autocast only the inputs and weights of products.
+    stream = HALF if gpus > 1 else width
+    layers = [layer_memory(sizes, layer, max_length, size, attention, lora, stream) for layer in sizes.layers]
     # Checkpointing always keeps the input of a layer.
-    given = HALF * tokens * sizes.hidden
+    given = stream * tokens * sizes.hidden
     ways, checkpoints = list(zip(layers, checkpointed, strict=True)), given * sum(checkpointed)
     others = sum(kept for (kept, _), again in ways if not again)
     layer = max(kept - given + made if again else made for (kept, made), again in ways)
     on_device = on_gpu(lora) if offload else len(layers)
-    saved, loss = others + min(checkpoints, on_device * given), loss_memory(sizes, tokens, lora.rank > 0)
+    saved, loss = others + min(checkpoints, on_device * given), loss_memory(sizes, tokens, lora.rank > 0, stream)
     weights, gradients, states = _of_parameters(sizes, parameters, width, lora, optimizer)
     root = gradients if throughout else 0.0 if lora.rank else width * parameters.root
     backward = _most_in_backward(ways, given, on_device, root / gpus, gradients / gpus)
