@@ -1022,8 +1022,9 @@ class CommandTest(unittest.TestCase):
         if find_spec(optimizer.package) is None:
             self.skipTest(f"needs {optimizer.package}")
         with self.assertNoLogs("transformers_packed.training.callbacks.weights", "WARNING"):
-            status, _, err = self.run_command("--max-steps=2", "--optim", name)
+            status, out, err = self.run_command("--max-steps=2", "--optim", name)
         self.assertEqual(status, 0, err)
+        self.assertEqual("The first step compiles" in out, optimizer.package == "torchao")
         trainer, dtype = self.trainers[-1], getattr(torch, optimizer.weights)
         self.assertEqual({x.dtype for x in load_file(self.output / "model.safetensors").values()}, {dtype})
         self.assertTrue(type(unwrapped(trainer.optimizer)).__module__.startswith(f"{optimizer.package}."))

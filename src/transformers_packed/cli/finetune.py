@@ -408,7 +408,7 @@ def make_trainer(
         arguments,
         train_dataset=samples.data,
         processing_class=tokenizer,
-        callbacks=[_Progress(settings.row_length, settings.sequence_parallel_size)],
+        callbacks=[_Progress(settings)],
         optimizer_cls_and_kwargs=class_and_kwargs(settings.optim, arguments),
     )
     trainer.remove_callback(PrinterCallback)
@@ -434,8 +434,9 @@ class _NothingLeftError(Exception):
 class _Progress(TrainerCallback):
     """Prints a line with the schedule, and a line per logged loss with the speed and the time that is left."""
 
-    def __init__(self, row_length: int | None, sharing: int):
-        self.row_length, self.sharing = row_length, sharing
+    def __init__(self, settings: Namespace):
+        self.row_length, self.sharing = settings.row_length, settings.sequence_parallel_size
+        self.optim = settings.optim
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps:
@@ -446,6 +447,8 @@ class _Progress(TrainerCallback):
             f"{count(state.max_steps, 'step')}, rows of up to {count(*most)}, {rows:,} per step, learning rate up to "
             f"{args.learning_rate:g}."
         )
+        if OPTIMIZERS[self.optim].package == "torchao":
+            say(f"The first step compiles {self.optim} for each shape of a weight, which takes a minute or more.")
         self.since, self.after = 0.0, None
 
     def on_step_end(self, args, state, control, **kwargs):
