@@ -175,8 +175,12 @@ class LinesTest(unittest.TestCase):
 
 
 def page(report: dict) -> str:
-    """The text of the page of a report."""
-    return write.pages({"launches": report}, only="launches")["launches.md"]
+    """The text of the page of a report, with one launch of DeepSpeed."""
+    one = {"name": "trainer/one", "command": "python examples/trainer.py", "losses": {5: 2.0}, "grad_norms": {5: 1.0}}
+    zero = {**one, "name": "trainer/zero-2", "command": "accelerate launch", "grad_norms": {5: 1.3}}
+    zero["checks"] = compared(zero, one)
+    deepspeed = {**report, "machine": "2 x OTHER", "launches": [one, zero]}
+    return write.pages({"launches": report, "deepspeed_launches": deepspeed}, only="launches")["launches.md"]
 
 
 class EndTest(unittest.TestCase):
@@ -223,6 +227,8 @@ class PageTest(unittest.TestCase):
         self.assertIn("exit status 1 after 2.4 s, failed (exitcode: -9) local_rank: 1", text)
         self.assertIn("not possible: ValueError: only FSDP", text)
         self.assertNotIn("trainer.py`: fsdp2", text)
+        self.assertIn("| `accelerate launch` | 0.00 % | 30.00 % |  |", text)
+        self.assertIn("| Machine | 2 x GPU; DeepSpeed: 2 x OTHER |", text)
 
     def test_a_failed_check_is_on_the_page(self):
         two = self.report["launches"][1]
