@@ -477,14 +477,16 @@ class PrecisionTest(unittest.TestCase):
             self.assertGreater(pefts, 1e-4)
             self.assertLess(ours, 2 * pefts, f"result {i}")
 
-    def test_trained_weights_are_not_worse_than_with_autocast_alone(self):
+    def test_trained_weights_under_autocast(self):
+        """Outputs and gradients of weights are those of autocast alone. It sums gradients of the input in float32."""
         torch.manual_seed(0)
-        x, weights = torch.randn(2, 33, 48), [torch.randn(out, 48) for out in (7, 200)]
+        x, weights = torch.randn(2, 33, 48), [torch.randn(out, 48) for out in (64, 64, 7, 7)]
         upstream = [torch.randn(2, 33, len(w)).bfloat16() for w in weights]
 
         def results(apply, dtype=FLOAT32):
             leaves = [t.to(dtype).requires_grad_() for t in (x, *weights)]
-            outputs = apply(*leaves)
+            # Of a leaf, autocast would cast once for all layers, and sum in bfloat16.
+            outputs = apply(leaves[0] * 1, *leaves[1:])
             return [y.detach() for y in outputs], torch.autograd.grad(
                 outputs, leaves, [u.to(outputs[0]) for u in upstream]
             )
@@ -493,10 +495,16 @@ class PrecisionTest(unittest.TestCase):
             ours = results(lambda x, *weights: shared_input_linears(x, *weights, impl="fused"))
             theirs = results(lambda x, *weights: [torch.nn.functional.linear(x, w) for w in weights])
         exact = results(lambda x, *weights: [torch.nn.functional.linear(x, w) for w in weights], torch.float64)
-        for our, their, right in zip(*([*out, *grads] for out, grads in (ours, theirs, exact)), strict=True):
-            self.assertEqual(our.dtype, their.dtype)
-            self.assertGreater(relative(their, right), 1e-4)
-            self.assertLess(relative(our, right), 1.1 * relative(their, right))
+        (ours, dx, *d_weights), (theirs, their_dx, *their_d_weights), (_, exact_dx, *_) = (
+            (torch.cat(out, -1), *grads) for out, grads in (ours, theirs, exact)
+        )
+        self.assertTrue(torch.equal(ours, theirs))
+        for our, their in zip(d_weights, their_d_weights, strict=True):
+            self.assertEqual(our.dtype, FLOAT32)
+            self.assertTrue(torch.equal(our, their))
+        self.assertEqual(dx.dtype, FLOAT32)
+        self.assertGreater(relative(their_dx, exact_dx), 1e-4)
+        self.assertLess(relative(dx, exact_dx), 2 * relative(their_dx, exact_dx))
 
     def test_float32_adapters_without_autocast(self):
         """Products run in bfloat16; gradients have the adapters' dtype."""

@@ -48,7 +48,7 @@ ALL_TRAINED = Lora()
 def loss_memory(sizes: Sizes, tokens: int, frozen: bool = False, stream: int = HALF) -> float:
     """Peak bytes of the loss computation, including the final norm. `frozen` says that the head is not trained.
 
-    `stream` is the width of the hidden states between layers in bytes, which is that of the weights.
+    `stream` is the width of the hidden states between layers in bytes.
     """
     hidden, vocabulary = sizes.hidden, sizes.vocabulary
     # A chunk's logits. A trained head has its float32 gradient beside them and, later, that gradient in bfloat16.
@@ -58,8 +58,8 @@ def loss_memory(sizes: Sizes, tokens: int, frozen: bool = False, stream: int = H
     if stream != HALF:
         # Autocast's copy of the head.
         head += HALF * vocabulary * hidden
-    # Input and output of the norm, the hidden states with a target, and their gradients.
-    return head + (stream + HALF * 3) * hidden * tokens
+    # Input and output of the norm, the hidden states with a target, and these as the products take them, or gradients.
+    return head + (3 * stream + HALF) * hidden * tokens
 
 
 def layer_memory(
@@ -86,6 +86,9 @@ def layer_memory(
     mlp_kept, mlp_made = _of_mlp(layer.mlp, hidden, lora)
     # The input of the layer, the outputs of its two norms, and the input of the second norm.
     kept += (2 + 2 * stream // HALF) * hidden + mlp_kept
+    if stream != HALF and isinstance(layer.mlp, Experts):
+        # Autocast casts the output of the norm for the router, the experts, and the shared expert with its gate.
+        kept += 3 * hidden
     if lora.rank:
         # The product of each adapter's first matrix: those of the mixer, and of the MLP or the shared expert.
         kept += lora.rank * (len(layer.mixer.linears) + layer.mlp_linear_layers)
@@ -95,7 +98,7 @@ def layer_memory(
             kept, made = kept - (1 if isinstance(layer.mlp, Experts) else 2) * hidden, made + hidden
     # The backward of the MLP comes first, with the gradient of the layer's output. It then frees the MLP's
     # activations.
-    mlp = HALF * tokens * (hidden + mlp_made) + _copies(layer.mlp, hidden, lora)
+    mlp = tokens * (stream * hidden + HALF * mlp_made) + _copies(layer.mlp, hidden, lora)
     return HALF * (tokens * kept + whole_row), max(mlp, HALF * tokens * (made - mlp_kept))
 
 

@@ -4,7 +4,7 @@ Separate layers each return a gradient of `x`, and autograd adds these gradients
 `x` and write an output each. Here, each matrix product accumulates into the result of the previous one, as
 [`Products`] describes. `x` is saved once, and only if a weight or an adapter needs a gradient. Frozen weights get none.
 
-The products run in the dtype of autocast, or else in that of the weights.
+The products run in the dtype of autocast, or else in that of the weights. The gradient of `x` accumulates in this dtype.
 """
 
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ def check_layer(width: int, layer: torch.Tensor | Projection) -> None:
 def product_dtype(hidden_states: torch.Tensor, layer: torch.Tensor | Projection) -> torch.dtype | None:
     """Return the dtype of the outputs if one function can compute this layer, or `None` if the layer has to be called.
 
-    The layer has to be called if it would fail. A quantized weight has the dtype of its products, and autocast casts another
-    one to its own dtype.
+    Autocast casts the input and the weight to its own dtype, but leaves float64. Without autocast, the input has the dtype of
+    the weight, or a quantized weight casts it.
     """
     weight = as_projection(layer).weight
     dtype = autocast_dtype(hidden_states)
