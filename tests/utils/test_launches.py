@@ -175,11 +175,19 @@ class LinesTest(unittest.TestCase):
 
 
 def page(report: dict) -> str:
-    """The text of the page of a report, with one launch of DeepSpeed."""
-    one = {"name": "trainer/one", "command": "python examples/trainer.py", "losses": {5: 2.0}, "grad_norms": {5: 1.0}}
-    zero = {**one, "name": "trainer/zero-2", "command": "accelerate launch", "grad_norms": {5: 1.3}}
-    zero["checks"] = compared(zero, one)
-    deepspeed = {**report, "machine": "2 x OTHER", "launches": [one, zero]}
+    """The text of the page of a report, with two launches of DeepSpeed."""
+    one = {
+        "name": "trainer/one",
+        "command": "python examples/trainer.py",
+        "losses": {"5": 2.0},
+        "grad_norms": {"5": 1.0},
+    }
+    zeros = [
+        {**one, "name": f"trainer/zero-{stage}", "command": f"accelerate launch {stage}", "grad_norms": {"5": norm}}
+        for stage, norm in ((2, 1.25), (3, 1.5))
+    ]
+    zeros = [zero | {"checks": compared(zero, one)} for zero in zeros]
+    deepspeed = {**report, "machine": "2 x OTHER", "launches": [one, *zeros]}
     return write.pages({"launches": report, "deepspeed_launches": deepspeed}, only="launches")["launches.md"]
 
 
@@ -227,7 +235,10 @@ class PageTest(unittest.TestCase):
         self.assertIn("exit status 1 after 2.4 s, failed (exitcode: -9) local_rank: 1", text)
         self.assertIn("not possible: ValueError: only FSDP", text)
         self.assertNotIn("trainer.py`: fsdp2", text)
-        self.assertIn("| `accelerate launch` | 0.00 % | 30.00 % |  |", text)
+        self.assertIn("| `accelerate launch 2` | 0.00 % | 25.00 % |  |", text)
+        self.assertIn(
+            "ZeRO-3, which rounds differently, differs by +20.00 % from that of ZeRO-2.", " ".join(text.split())
+        )
         self.assertIn("| Machine | 2 x GPU; DeepSpeed: 2 x OTHER |", text)
 
     def test_a_failed_check_is_on_the_page(self):

@@ -435,20 +435,20 @@ class _Progress(TrainerCallback):
     """Prints a line with the schedule, and a line per logged loss with the speed and the time that is left."""
 
     def __init__(self, settings: Namespace):
-        self.row_length, self.sharing = settings.row_length, settings.sequence_parallel_size
-        self.optim = settings.optim
+        self.settings = settings
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps:
             raise _NothingLeftError  # the Trainer would run one more step
-        rows = args.gradient_accumulation_steps * args.world_size // self.sharing
-        most = (self.row_length, "token") if self.row_length else (args.per_device_train_batch_size, "sample")
+        length, optim = self.settings.row_length, self.settings.optim
+        rows = args.gradient_accumulation_steps * args.world_size // self.settings.sequence_parallel_size
+        most = (length, "token") if length else (args.per_device_train_batch_size, "sample")
         say(
             f"{count(state.max_steps, 'step')}, rows of up to {count(*most)}, {rows:,} per step, learning rate up to "
             f"{args.learning_rate:g}."
         )
-        if OPTIMIZERS[self.optim].package == "torchao":
-            say(f"The first step compiles {self.optim} for each shape of a weight, which takes a minute or more.")
+        if OPTIMIZERS[optim].package == "torchao":
+            say(f"The first step compiles {optim} for each shape of a weight, which takes a minute or more.")
         self.since, self.after = 0.0, None
 
     def on_step_end(self, args, state, control, **kwargs):
