@@ -334,8 +334,9 @@ class CommandTest(unittest.TestCase):
 
     def test_a_release_without_the_options_of_checkpointing(self):
         with mock.patch.object(finetune, "can_select_checkpoints", lambda: False):
-            message = "expected Transformers 5.23 or later for --offload and --every-n-layers, got Transformers 5"
-            self.check_error(message, "--gradient-checkpointing", "--offload")
+            message = "expected Transformers 5.23 or later for --offload, --every-n-layers and --keep-attention, got"
+            for option in ("--offload", "--keep-attention"):
+                self.check_error(f"{message} Transformers 5", "--gradient-checkpointing", option)
 
     def test_bad_datasets(self):
         start = "^transformers-packed train: --data: "
@@ -370,11 +371,11 @@ class CommandTest(unittest.TestCase):
     def test_training(self):
         """The first loss is the mean over all targets of the step, by the stock class on each sample alone."""
         arguments = ["--batch-size=3", "--gradient-accumulation-steps=2", "--epochs=2", "--learning-rate=0.01"]
-        options = ["--offload", "--every-n-layers=2"] if can_select_checkpoints() else []
+        options = ["--offload", "--every-n-layers=2", "--keep-attention"] if can_select_checkpoints() else []
         with mock.patch.object(finetune, "TrainingArguments", wraps=finetune.TrainingArguments) as given:
             status, out, err = self.run_command(*arguments, "--logging-steps=1", "--gradient-checkpointing", *options)
         kwargs = given.call_args.kwargs[f"{checkpointing_argument()}_kwargs"]
-        selected = {"offload": True, "every_n_layers": 2} if options else {}
+        selected = {"offload": True, "every_n_layers": 2, "keep_attention": True} if options else {}
         self.assertEqual(kwargs, {"use_reentrant": False} | selected)
         self.assertEqual(status, 0, err)
         samples = self.samples()

@@ -1,4 +1,4 @@
-"""Checkpoints in host memory with DDP, FSDP2, sequence parallelism and adapters, in two processes on a CPU."""
+"""Checkpoints in host memory, and those that keep attention, with DDP, FSDP2, sequence parallelism and adapters."""
 
 import unittest
 
@@ -32,13 +32,18 @@ def run(kind: str, lora: bool) -> int:
         found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         return [x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for x in found]
 
+    def check() -> None:
+        actual = gradients()
+        assert len(actual) == len(expected) > 0
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
     expected = gradients()
+    inner.activation_checkpointing_enable({"keep_attention": True})
+    check()
     with on_a_cpu(64):
         inner.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
         for _ in range(2):
-            actual = gradients()
-            assert len(actual) == len(expected) > 0
-            assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+            check()
         (copies,) = inner.model.layers[0]._gradient_checkpointing_func.func._copies.values()
         assert len(copies.free) == inner.config.num_hidden_layers
         return copies.copies

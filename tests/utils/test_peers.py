@@ -181,6 +181,7 @@ class TrainTest(unittest.TestCase):
             (["--task", "dpo", "--prompt", "4000"], "at least four tokens"),
             (["--task", "dpo", "--tool", "ours+float8"], "expects one of ours, ours.shared"),
             (["--tool", "ours+shared"], "--task sft expects one of"),
+            (["--tool", "ours+kept"], "needs --checkpointing"),
         ]
     )
     def test_options_that_do_not_fit_are_refused(self, options, message):

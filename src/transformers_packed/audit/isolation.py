@@ -29,18 +29,18 @@ def leak_between(
 
     `sources` are the tokens that each document may depend on, by default its own.
     """
-    with watch(model) as seen:
-        forward()
-    embeddings, hidden = seen.embeddings, seen.hidden
-    if embeddings is None or hidden is None:
-        raise UnseenError("the model shows no embeddings or no last hidden states")
-    of_input, of_output = indices_of(embeddings, batch, sources or places), indices_of(hidden, batch, places)
-    weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
     largest = inside = 0.0
-    for number, place in enumerate(of_output):
-        score = (hidden.flatten(0, 1)[place] * weights).float().sum()
+    for number in range(len(places)):
+        # A forward for each backward: selective checkpoints allow no second one.
+        with watch(model) as seen:
+            forward()
+        embeddings, hidden = seen.embeddings, seen.hidden
+        if embeddings is None or hidden is None:
+            raise UnseenError("the model shows no embeddings or no last hidden states")
+        of_input, of_output = indices_of(embeddings, batch, sources or places), indices_of(hidden, batch, places)
+        weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
         # A full backward: gradients of chosen tensors fail with reentrant checkpoints.
-        score.backward(retain_graph=number + 1 < len(places))
+        (hidden.flatten(0, 1)[of_output[number]] * weights).float().sum().backward()
         if embeddings.grad is None:
             raise UnseenError("no hidden state depends on an embedding")
         gradient = embeddings.grad.flatten(0, 1).abs().amax(-1).float()

@@ -207,9 +207,10 @@ def _check_head(config: PreTrainedConfig, settings: Namespace) -> None:
 
 def _check_checkpoints(settings: Namespace) -> None:
     """Raise a `ValueError` for options of checkpoints that this release of Transformers does not have."""
-    if (settings.offload or settings.every_n_layers) and not can_select_checkpoints():
+    if (settings.offload or settings.every_n_layers or settings.keep_attention) and not can_select_checkpoints():
         got, fix = f"Transformers {transformers.__version__}", "pip install --upgrade transformers."
-        raise input_error("Transformers 5.23 or later for --offload and --every-n-layers", got, fix)
+        expected = "Transformers 5.23 or later for --offload, --every-n-layers and --keep-attention"
+        raise input_error(expected, got, fix)
 
 
 def check_head(config: PreTrainedConfig, option: str) -> None:
@@ -373,6 +374,8 @@ def make_trainer(
     checkpointing, options = checkpointing_argument(), {"use_reentrant": False}
     if settings.offload or settings.every_n_layers:
         options |= {"offload": settings.offload, "every_n_layers": settings.every_n_layers or 1}
+    if settings.keep_attention:
+        options["keep_attention"] = True
     arguments = TrainingArguments(
         output_dir=str(settings.output),
         num_train_epochs=settings.epochs,

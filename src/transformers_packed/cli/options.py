@@ -163,6 +163,7 @@ _NEEDS = {
     "--experts": ("--lora", "without it, experts are trained as all parameters are"),
     "--load-in-4bit": ("--lora", "weights in 4 bit are not trained"),
     "--offload": ("--gradient-checkpointing", "without it, there are no checkpoints"),
+    "--keep-attention": ("--gradient-checkpointing", "without it, nothing is computed again"),
     "--every-n-layers": ("--gradient-checkpointing", "without it, all layers keep their activations"),
 }
 # Options that need less memory and train the same weights.

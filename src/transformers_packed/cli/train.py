@@ -69,6 +69,8 @@ def add_parser(subparsers) -> Parser:
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=dtype)
     shared("--gradient-checkpointing")
     add("--offload", action="store_true", help="keep the inputs of checkpointed layers in host memory")
+    kept = "keep the output of attention layers, and do not compute it again, which is faster for long documents"
+    add("--keep-attention", action="store_true", help=kept)
     count("--every-n-layers", "checkpoint every n-th layer (default: all layers)")
     count("--save-steps", "steps between checkpoints; the last two are kept (default: no checkpoints)")
     count("--logging-steps", "steps between logged losses", 10)

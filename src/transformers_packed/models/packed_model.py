@@ -1,6 +1,6 @@
 """`PackedModelMixin`, the base of all our model classes."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from copy import deepcopy
 from os import PathLike
 from pathlib import Path
@@ -131,14 +131,20 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
             every_n_layers: int = 1,
             offload: bool = False,
         ) -> None:
-            """Compute layers again in backward, as Transformers does. With `offload`, copies run beside the layers."""
+            """Compute layers again in backward, as Transformers does. With `offload`, copies run beside the layers.
+
+            With `"keep_attention": True` in `activation_checkpointing_kwargs`, softmax attention is not computed again.
+            """
+            options = dict(activation_checkpointing_kwargs or {"use_reentrant": False})
+            # Late imports, because the ops import the compiler of PyTorch.
+            if options.pop("keep_attention", False):
+                from ..ops.attention import keeping_attention
+
+                options = _selecting(options, keeping_attention)
             accelerator = torch.accelerator.current_accelerator()
             beside = offload and (accelerator is None or accelerator.type == "cuda")
-            super().activation_checkpointing_enable(
-                activation_checkpointing_kwargs, every_n_layers, offload=offload and not beside
-            )
+            super().activation_checkpointing_enable(options, every_n_layers, offload=offload and not beside)
             if beside:
-                # Late, because the ops import the compiler of PyTorch.
                 from ..ops.offload import HostCheckpoints
 
                 wrap_checkpoints(self, HostCheckpoints())
@@ -170,6 +176,14 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
         if family is not None and isinstance(family.apart, Own):
             requested_experts = EXPERTS if requested_experts is None else requested_experts
         return super().get_correct_experts_implementation(requested_experts)
+
+
+def _selecting(options: dict[str, Any], context_fn: Callable) -> dict[str, Any]:
+    """Add `context_fn` to the options of `torch.utils.checkpoint.checkpoint`, or raise a `ValueError`."""
+    if options.get("use_reentrant") or "context_fn" in options:
+        got = "context_fn" if "context_fn" in options else f"use_reentrant={options['use_reentrant']}"
+        raise input_error("use_reentrant=False and no context_fn with keep_attention", got, "Leave it out.")
+    return options | {"use_reentrant": False, "context_fn": context_fn}
 
 
 def _builtin(cls: type) -> Any:

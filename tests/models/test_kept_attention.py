@@ -1,0 +1,100 @@
+"""Gradient checkpointing that does not compute attention again."""
+
+import json
+import tempfile
+import unittest
+from collections import Counter
+
+import torch
+from mixins.lora import all_linear, builtin_model
+from mixins.model import gradients, packed_batch
+from mixins.patch import documents
+from parameterized import parameterized
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer, TrainingArguments
+
+from transformers_packed import configure_packing, patch_model
+from transformers_packed.models.releases import can_select_checkpoints
+
+
+KEPT = {"keep_attention": True}
+
+
+class Attentions(TorchDispatchMode):
+    """Counts the calls of attention kernels, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = str(operator)
+        if "attention" in name:
+            self.counts["backward" if "backward" in name else "forward"] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")
+class KeptAttentionTest(unittest.TestCase):
+    def run_with(self, model, options: dict | None, batch: dict, **more):
+        """The gradients of a step, and how often kernels of attention ran."""
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner.activation_checkpointing_enable(options, **more)
+        with Attentions() as attentions:
+            found = gradients(model, model(**batch).loss)
+        return found, attentions.counts
+
+    @parameterized.expand([("qwen3_next", False), ("qwen3_5", False), ("qwen3_5", True), ("qwen3_5_moe", False)])
+    def test_changes_no_bit(self, family, lora):
+        model = patch_model(all_linear(family) if lora else builtin_model(family)).train()
+        batch = packed_batch(documents()) | {"use_cache": False}
+        expected, before = self.run_with(model, {"use_reentrant": False}, batch)
+        for more in ({}, {"offload": True}):
+            actual, after = self.run_with(model, KEPT, batch, **more)
+            self.assertEqual(actual.keys(), expected.keys())
+            self.assertEqual([name for name in expected if not torch.equal(actual[name], expected[name])], [])
+            self.assertEqual(before["forward"], 2 * before["backward"])
+            self.assertEqual(after["forward"], after["backward"])
+            self.assertEqual(after["backward"], before["backward"])
+        self.assertGreater(before["backward"], 0)
+
+    @parameterized.expand(
+        [
+            ({"use_reentrant": True}, "use_reentrant=True"),
+            ({"use_reentrant": False, "context_fn": lambda: None}, "context_fn"),
+        ]
+    )
+    def test_refuses_other_options(self, options, got):
+        model = patch_model(builtin_model("qwen3_5"))
+        message = f"expected use_reentrant=False and no context_fn with keep_attention, got {got}. Leave it out."
+        with self.assertRaisesRegex(ValueError, message):
+            model.activation_checkpointing_enable(options | {"keep_attention": True})
+        self.assertFalse(model.is_gradient_checkpointing)
+
+    def test_trains_in_a_trainer(self):
+        """The check before the first step takes several backwards, and the arguments are logged as JSON."""
+        losses = []
+        for options in ({"use_reentrant": False}, KEPT):
+            with tempfile.TemporaryDirectory() as folder:
+                model = patch_model(builtin_model("qwen3_5"))
+                args = TrainingArguments(
+                    folder,
+                    activation_checkpointing=True,
+                    activation_checkpointing_kwargs=options,
+                    max_steps=3,
+                    logging_steps=1,
+                    report_to="none",
+                    use_cpu=True,
+                )
+                rows = [{"input_ids": x.tolist(), "labels": x.tolist()} for x in documents() * 8]
+                trainer = Trainer(model, args, train_dataset=rows)
+                configure_packing(trainer, True, max_length=160)
+                trainer.train()
+                self.assertEqual(json.loads(args.to_json_string())["activation_checkpointing_kwargs"], options)
+                losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        self.assertEqual(*losses)
+        self.assertEqual(len(losses[0]), 3)
+
+
+if __name__ == "__main__":
+    unittest.main()
