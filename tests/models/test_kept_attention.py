@@ -6,18 +6,41 @@ import unittest
 from collections import Counter
 
 import torch
+import torch.nn.functional as F
 from mixins.lora import all_linear, builtin_model
 from mixins.model import gradients, packed_batch
 from mixins.patch import documents
 from parameterized import parameterized
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 
 from transformers_packed import configure_packing, patch_model
 from transformers_packed.models.releases import can_select_checkpoints
+from transformers_packed.ops.attention import keeping_attention
 
 
 KEPT = {"keep_attention": True}
+CALLS = []
+
+
+@torch.library.custom_op("kept_attention_test::attention", mutates_args=())
+def attention(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """Stands for a kernel of a GPU, which draws its dropout."""
+    CALLS.append(dropout_p)
+    return F.dropout(x, dropout_p) if dropout_p else x.clone()
+
+
+def keep_output(ctx, inputs, output):
+    ctx.save_for_backward(output)
+    ctx.dropout = inputs[1]
+
+
+def times_mask(ctx, gradient):
+    return gradient * (ctx.saved_tensors[0] != 0) / (1 - ctx.dropout), None
+
+
+attention.register_autograd(times_mask, setup_context=keep_output)
 
 
 class Attentions(TorchDispatchMode):
@@ -70,6 +93,31 @@ class KeptAttentionTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, message):
             model.activation_checkpointing_enable(options | {"keep_attention": True})
         self.assertFalse(model.is_gradient_checkpointing)
+
+    @parameterized.expand([(0.0, 1), (0.5, 2)])
+    def test_dropout_is_drawn_again(self, dropout, calls):
+        """Otherwise the dropout behind attention would draw other numbers in the backward."""
+        found = []
+        for options in ({}, {"context_fn": keeping_attention}):
+            CALLS.clear()
+            torch.manual_seed(0)
+            x = torch.randn(64, requires_grad=True)
+
+            def layer(x):
+                return F.dropout(attention(x, dropout), 0.5).square()
+
+            checkpoint(layer, x, use_reentrant=False, **options).sum().backward()
+            found.append(x.grad)
+        self.assertTrue(torch.equal(*found))
+        self.assertEqual(len(CALLS), calls)
+
+    def test_without_it(self):
+        """The other options are those of Transformers then."""
+        model = patch_model(builtin_model("qwen3_5"))
+        for options in (None, {}, {"keep_attention": False}):
+            model.activation_checkpointing_enable(options)
+            function = model.model.layers[0]._gradient_checkpointing_func
+            self.assertEqual(function.keywords, {"use_reentrant": False})
 
     def test_trains_in_a_trainer(self):
         """The check before the first step takes several backwards, and the arguments are logged as JSON."""

@@ -135,7 +135,7 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
 
             With `"keep_attention": True` in `activation_checkpointing_kwargs`, softmax attention is not computed again.
             """
-            options = dict(activation_checkpointing_kwargs or {"use_reentrant": False})
+            options = dict(activation_checkpointing_kwargs or {})
             # Late imports, because the ops import the compiler of PyTorch.
             if options.pop("keep_attention", False):
                 from ..ops.attention import keeping_attention
@@ -143,7 +143,7 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
                 options = _selecting(options, keeping_attention)
             accelerator = torch.accelerator.current_accelerator()
             beside = offload and (accelerator is None or accelerator.type == "cuda")
-            super().activation_checkpointing_enable(options, every_n_layers, offload=offload and not beside)
+            super().activation_checkpointing_enable(options or None, every_n_layers, offload=offload and not beside)
             if beside:
                 from ..ops.offload import HostCheckpoints
 

@@ -161,8 +161,8 @@ def kernel_for_earlier_keys(module, query: torch.Tensor, **options) -> str | Non
 def keeping_attention() -> tuple[Any, Any]:
     """A `context_fn` of `torch.utils.checkpoint.checkpoint`: the backward does not compute softmax attention again.
 
-    For a layer it keeps the outputs of the kernel, `[T, H, D]` in the compute dtype and `[T, H]` in float32. Kernels that
-    are no operators of torch, such as those for shared prompts, are computed again.
+    For a layer it keeps the outputs of the kernel, `[T, H, D]` in the compute dtype and `[T, H]` in float32. Kernels with
+    dropout are computed again, and those that are no operators of torch, such as those for shared prompts on GPUs.
     """
     return create_selective_checkpoint_contexts(_keep)
 
@@ -170,7 +170,12 @@ def keeping_attention() -> tuple[Any, Any]:
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # Such as `aten._scaled_dot_product_cudnn_attention.default` and `torch_attn._varlen_attn.default`.
     name = str(operator)
-    return CheckpointPolicy.MUST_SAVE if "attn" in name or "attention" in name else CheckpointPolicy.PREFER_RECOMPUTE
+    if isinstance(operator, torch._ops.OpOverload) and ("attn" in name or "attention" in name):
+        given = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
+        # A kernel that draws random numbers has to draw them again, or the dropout behind it would draw others.
+        if not any("dropout" in argument and value for argument, value in given.items()):
+            return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _flash_attention(module, query, key, value, *, boundaries, eager, keys=None, **kwargs):

@@ -172,7 +172,7 @@ class VerifyCallback(TrainerCallback):
         trainer = self.trainer
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-        # A graph serves no second backward, and none is worth recording for a short row.
+        # No graph is worth recording for a short row.
         with (
             without_graphs(model),
             as_before(model, trainer.args.device),
