@@ -170,8 +170,10 @@ def keeping_attention() -> tuple[Any, Any]:
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # Such as `aten._scaled_dot_product_cudnn_attention.default` and `torch_attn._varlen_attn.default`.
     name = str(operator)
-    if isinstance(operator, torch._ops.OpOverload) and ("attn" in name or "attention" in name):
-        given = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
+    # Operators of higher order, such as `flex_attention`, have no schema.
+    schema = getattr(operator, "_schema", None)
+    if schema is not None and ("attn" in name or "attention" in name):
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
         # A kernel that draws random numbers has to draw them again, or the dropout behind it would draw others.
         if not any("dropout" in argument and value for argument, value in given.items()):
             return CheckpointPolicy.MUST_SAVE
