@@ -123,7 +123,7 @@ def settings_of(args, model) -> dict:
         "use_cpu": args.device == "cpu",
     }
     if "kept" in args.tool:
-        settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False, "keep_attention": True}
+        settings["gradient_checkpointing_kwargs"] = {"keep_attention": True}
     return settings | (liger_settings(args, model.config) if args.tool == "liger" else {})
 
 

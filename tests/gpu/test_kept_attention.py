@@ -20,7 +20,7 @@ from transformers_packed.ops import implementations_used
 )
 class KeptAttentionTest(unittest.TestCase):
     def run_with(self, model, batch: dict, **options):
-        """The gradients of a step, and how often kernels of attention ran in forward and backward."""
+        """The gradients of a step, and how often the forward kernel of attention ran."""
         model.activation_checkpointing_enable({"use_reentrant": False} | options)
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             found = gradients(model, model(**batch).loss)

@@ -22,6 +22,11 @@ def change(value: float, base: float) -> str:
     return f"{'+' if share >= 0 else '−'}{percent(abs(share), 2)}"
 
 
+def differences(values: list[float], base: list[float]) -> list[float]:
+    """Return the relative difference of each value, without its sign."""
+    return [abs(value / other - 1) for value, other in zip(values, base, strict=True)]
+
+
 def span(shares: list[float], digits: int = 2) -> str:
     """Write the lowest and the highest share in percent."""
     low, high = (fixed(100 * x, digits) for x in (min(shares), max(shares)))
@@ -168,6 +173,7 @@ SELECTIONS = {
     "find": find,
     "spread": spread,
     "change": change,
+    "differences": differences,
     "versions_of": versions,
     "require": require,
     "gpu_errors": gpu_errors,

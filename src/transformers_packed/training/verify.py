@@ -58,8 +58,8 @@ def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified
     """Check on a packed row that a model keeps its documents apart, and that its loss is that of the documents alone.
 
     For training loops without a Trainer. Runs a forward and a backward of the row for each of up to four documents, and a
-    forward of the row and of each document. Gradients, buffers, modes and random states remain as they were. Call it under the autocast
-    of the training loop.
+    forward of the row and of each document. Gradients, buffers, modes and random states remain as they were. Call it under
+    the autocast of the training loop.
 
     Args:
         model (`torch.nn.Module`):
