@@ -110,7 +110,9 @@ class RunAheadTest(unittest.TestCase):
         # As Trainer does. A second run remembers nothing of the first.
         trainer.losses = [wrong] * 4
         trainer.state.log_history.clear()
-        self.assertEqual(self.logged(trainer), 0.0)
+        with self.assertLogs("transformers_packed.training.run_ahead", "WARNING") as logs:
+            self.assertEqual(self.logged(trainer), 0.0)
+        self.assertIn("4 of 4 losses since the last log were not finite", logs.output[0])
 
     def test_micro_steps_that_are_not_finite(self):
         trainer = self.trainer(losses=[None, float("nan")] * 4, gradient_accumulation_steps=2)

@@ -6,14 +6,17 @@ it copies a batch to the GPU. Without these waits, clipping, the optimizer, logg
 
 import torch
 from transformers import Trainer, TrainerCallback
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
 
 
 class RunAheadCallback(TrainerCallback):
     """The training step of a Trainer without both waits. [`configure_packing`] adds it.
 
-    In place of `logging_nan_inf_filter`, a filter
-    on the device counts a loss that is not finite as the mean of those since the last log, as Trainer does. Evaluation
-    keeps Trainer's filter.
+    In place of `logging_nan_inf_filter`, a filter on the device counts a loss that is not finite as the mean of those since
+    the last log, as Trainer does. A warning tells how many there were. Evaluation keeps Trainer's filter.
 
     Args:
         trainer (`transformers.Trainer`):
@@ -24,6 +27,7 @@ class RunAheadCallback(TrainerCallback):
         self.trainer, self.step = trainer, trainer.training_step
         self.filters, self.number = False, 0
         self.total: torch.Tensor | float = 0.0
+        self.left_out: torch.Tensor | int = 0
 
     def __call__(self, *args, **kwargs) -> torch.Tensor:
         loss, settings = self.step(*args, **kwargs), self.trainer.args
@@ -31,8 +35,10 @@ class RunAheadCallback(TrainerCallback):
         if self.filters:
             # Trainer reads it next. Evaluation reads it after the end of the step.
             settings.logging_nan_inf_filter = False
-            loss = torch.where(torch.isfinite(loss), loss, self.total / max(self.number, 1))
+            is_finite = torch.isfinite(loss)
+            loss = torch.where(is_finite, loss, self.total / max(self.number, 1))
             self.total, self.number = self.total + loss, self.number + 1
+            self.left_out = self.left_out + ~is_finite
         return loss
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -42,6 +48,13 @@ class RunAheadCallback(TrainerCallback):
     on_substep_end = on_step_end
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.total, self.number = 0.0, 0
+        self.total, self.number, self.left_out = 0.0, 0, 0
 
-    on_log = on_train_begin
+    def on_log(self, args, state, control, **kwargs):
+        # The log has just waited for the device.
+        if left_out := int(self.left_out):
+            logger.warning(
+                f"{left_out} of {self.number:,} losses since the last log were not finite. The log counts the mean of "
+                "the others for them; logging_nan_inf_filter=False shows them."
+            )
+        self.on_train_begin(args, state, control)
