@@ -5,6 +5,7 @@ embeddings of every other document. Hidden states and not the loss, because trai
 document, and a router's loss couples documents by design.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,10 @@ class UnseenError(RuntimeError):
     """A model does not show what a measurement needs."""
 
 
+class NotFiniteError(UnseenError):
+    """The hidden states of a document, or their gradient, have values that are not finite."""
+
+
 def leak_between(
     model,
     forward: Callable[[], Any],
@@ -28,6 +33,10 @@ def leak_between(
     """The largest gradient of a document's last hidden states at other documents, relative to the largest at its own.
 
     `sources` are the tokens that each document may depend on, by default its own.
+
+    Raises:
+        [`UnseenError`]: the model shows no embeddings or no last hidden states.
+        [`NotFiniteError`]: NaN or infinity within a document, from which gradients at others follow.
     """
     largest = inside = 0.0
     for number in range(len(places)):
@@ -39,13 +48,19 @@ def leak_between(
             raise UnseenError("the model shows no embeddings or no last hidden states")
         of_input, of_output = indices_of(embeddings, batch, sources or places), indices_of(hidden, batch, places)
         weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
+        own = hidden.flatten(0, 1)[of_output[number]]
+        if not own.isfinite().all():
+            raise NotFiniteError("last hidden states that are not finite")
         # A full backward: gradients of chosen tensors fail with reentrant checkpoints.
-        (hidden.flatten(0, 1)[of_output[number]] * weights).float().sum().backward()
+        (own * weights).float().sum().backward()
         if embeddings.grad is None:
             raise UnseenError("no hidden state depends on an embedding")
         gradient = embeddings.grad.flatten(0, 1).abs().amax(-1).float()
         embeddings.grad = None
-        inside = max(inside, gradient[of_input[number]].max().item())
+        within = gradient[of_input[number]].max().item()
+        if not math.isfinite(within):
+            raise NotFiniteError("gradients within a document that are not finite")
+        inside = max(inside, within)
         gradient[of_input[number]] = 0
         # NaN is larger than any number here.
         largest = max(largest, gradient.nan_to_num(nan=float("inf")).max().item())

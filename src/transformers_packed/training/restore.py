@@ -1,24 +1,26 @@
 """Leave models, Trainers and data loaders as they were, after something has run on them before the first step."""
 
-import copy
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ..data.samples import has_items
 from ..models.packed_model import PackedModelMixin
 from ..models.registry import inner_model
 from ..models.releases import dataloaders_of, undo_prepare
+from ..models.untouched import gathers_weights
+from .compare import Exact, precision_of
+from .state import State, same_state
 from .typed import Trainer
 
 
-# Containers of a Trainer with more elements are data, not counters or metrics.
-_LARGE = 10_000
-_16_BITS = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Attributes in which data loaders and collators keep a wrapped collator.
 _INSIDE = ("collate_fn", "data_collator", "base_dataloader")
 
@@ -121,23 +123,55 @@ def without_cache(model: torch.nn.Module) -> Iterator[None]:
         config.use_cache = True
 
 
+def exact_for(model: torch.nn.Module, args: Any = None) -> Exact | None:
+    """How to tell whether a difference is rounding: float32 follows 16 bits, and float64 follows float32.
+
+    `args` are those of a Trainer, which runs autocast. Nothing follows products in float8.
+    """
+    precision = precision_of(model, args)
+    if precision == "float8" or next(x for x in model.parameters() if x.is_floating_point()).dtype == torch.float64:
+        return None
+    dtype = torch.float32 if precision == "half" else torch.float64
+    refused = "weights are sharded" if gathers_weights(model) else None
+    name, use = str(dtype).removeprefix("torch."), partial(in_dtype, model, dtype)
+    epsilon = torch.finfo(torch.bfloat16 if precision == "half" else torch.float32).eps
+    return Exact(
+        name, use, lambda: (precision_of(model), exact_for(model)), partial(other_rounding, model, epsilon), refused
+    )
+
+
 @contextmanager
-def in_float32(model: torch.nn.Module) -> Iterator[None]:
-    """Compute in float32 meanwhile, without autocast, with copies of weights in 16 bits, and without their gradients."""
+def other_rounding(model: torch.nn.Module, epsilon: float) -> Iterator[None]:
+    """Change each number of the embeddings by a random relative amount of up to `epsilon` in every step meanwhile."""
+
+    def change(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * (1 + epsilon * (2 * torch.rand_like(output, dtype=torch.float32) - 1)).to(output.dtype)
+
+    handle = inner_model(model).get_input_embeddings().register_forward_hook(change)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Compute in a wider dtype meanwhile, without autocast, with copies of weights, and without their gradients."""
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    halves = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in _16_BITS]
+    narrow = [x for x in tensors if x.dtype in _FLOATS and x.dtype.itemsize < dtype.itemsize]
+    before = [(tensor, tensor.data) for tensor in narrow]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    before = dict(vars(model))
+    attributes = dict(vars(model))
     undo_prepare(model)
-    prepared = {name: value for name, value in before.items() if vars(model).get(name) is not value}
+    prepared = {name: value for name, value in attributes.items() if vars(model).get(name) is not value}
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
-        for tensor, data in halves:
-            tensor.data = data.float()
+        for tensor, data in before:
+            tensor.data = data.to(dtype)
         yield
     finally:
-        for tensor, data in halves:
+        for tensor, data in before:
             tensor.data = data
         for parameter in trained:
             parameter.requires_grad_(True)
@@ -160,41 +194,26 @@ def trunk_too(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def same_trainer(trainer: Trainer) -> Iterator[None]:
-    """Restore the attributes of a Trainer and of its arguments. Counters and metrics are copies meanwhile."""
-    with ExitStack() as stack:
-        for target in (trainer, trainer.args, trainer.callback_handler):
-            before = dict(vars(target))
-            stack.callback(_restore, target, before)
-        for name, value in dict(vars(trainer)).items():
-            if name not in ("train_dataset", "eval_dataset") and isinstance(value, dict | list) and _is_plain(value):
-                setattr(trainer, name, copy.deepcopy(value))
-        # A loss of the user may log.
-        vars(trainer)["log"] = say_nothing
+def same_trainer(trainer: Trainer, model: torch.nn.Module, loader: Any) -> Iterator[State]:
+    """Put back what a Trainer, its callbacks, its modules and its data keep, and let the Trainer log nothing meanwhile."""
+    datasets = [trainer.train_dataset, trainer.eval_dataset, getattr(loader, "dataset", None)]
+    # Of a stream, samples that were read are handed on. FSDP keeps in modules what belongs to weights that it has gathered.
+    others = [x for x in datasets if not isinstance(x, dict) and not has_items(x)]
+    others += model.modules() if gathers_weights(model) else ()
+    datasets = [x for x in datasets if not any(x is other for other in others)]
+    kept = [*model.parameters(), *model.buffers()]
+    roots = trainer, model, getattr(loader, "collate_fn", None)
+    with same_state(*roots, data=datasets, kept=kept, but=others) as state, ExitStack() as stack:
+        # A loss of the user may log, and one that is not finite is a finding.
+        vars(trainer)["log"], trainer.args.logging_nan_inf_filter = say_nothing, False
         # Loaders of the evaluation are listed, so that accelerate can set their epochs.
         loaders = dataloaders_of(trainer.accelerator)
         stack.callback(loaders.__setitem__, slice(None), list(loaders))
-        yield
+        yield state
 
 
 def say_nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _restore(target: Any, before: dict[str, Any]) -> None:
-    vars(target).clear()
-    vars(target).update(before)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a container holds only numbers, words and such containers, and is no dataset."""
-    if isinstance(value, dict | list | tuple) and len(value) > _LARGE:
-        return False
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, int | float | str | torch.Tensor | None)
 
 
 def replace_collator(loader: Any, old: Any, new: Any) -> None:

@@ -1,37 +1,26 @@
-"""The check that packed training equals what it stands for: of a model on a row, and the comparisons of any such check.
-
-`callbacks/verify.py` makes the comparisons for a Trainer.
-"""
+"""The check that a model on a packed row computes what it stands for. `callbacks/verify.py` checks a Trainer."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..audit.isolation import leak_between
+from ..audit.isolation import NotFiniteError, leak_between, watch
 from ..audit.model_state import quiet
 from ..boundaries import SequenceBoundaries
 from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
 from ..models.cuda_graphs import without_graphs
-from ..models.float8 import has_float8
 from ..models.inputs import mask_targets_across_documents, resolve_boundaries
 from ..models.untouched import gathers_weights
 from ..shared_prompts import SharedPrompts
-from .restore import as_before
+from .compare import LOSS, PADDED, DifferenceError, Measured, Side, check_leak, find_difference, precision_of
+from .restore import as_before, exact_for
+from .state import same_state
 
 
-PADDED = "Use padded batches, or pass verify=False to train anyway."
-# Largest relative difference of a loss, and of a gradient, by the precision of the matrix products. In bfloat16, gradients
-# of the row and of the padded batch were 1 to 5 % apart with 4 to 24 layers, and a loss per sample 36 %.
-BARS = {"float32": (1e-4, 1e-3), "tf32": (1e-3, 2e-2), "half": (2e-2, 0.15), "float8": (5e-2, 0.5)}
-# A loss, and its gradient with respect to the documents' embeddings.
-Measured = tuple[float, torch.Tensor]
-
-
-class DifferenceError(ValueError):
-    """Packed training differs from what it stands for."""
+_ALONE = "the documents alone"
 
 
 class Verified(NamedTuple):
@@ -102,13 +91,26 @@ def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified
     if isinstance(boundaries, SharedPrompts):
         sources, few = boundaries.tokens, slice(-4, None)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    with without_graphs(inner), as_before(inner, next(inner.parameters()).device):
-        leak = leak_between(inner, lambda: inner(**batch), batch, places[few], sources[few])
+    with without_graphs(inner), as_before(inner, next(inner.parameters()).device), same_state(inner):
+        try:
+            leak = leak_between(inner, lambda: inner(**batch), batch, places[few], sources[few])
+        except NotFiniteError as error:
+            _refuse_not_finite(inner, batch, sources, error)
         check_leak(leak, len(places))
         loss, alone = _losses(inner, batch, sources, boundaries)
-    if loss is not None and alone is not None and not abs(loss - alone) <= BARS[precision_of(inner)][0] * abs(alone):
-        raise DifferenceError(f"{difference('the documents alone', loss, alone)} {PADDED}")
     return Verified(len(places), leak, loss, alone)
+
+
+def _refuse_not_finite(
+    model: torch.nn.Module, batch: Mapping[str, Any], sources: list[torch.Tensor], error: NotFiniteError
+) -> NoReturn:
+    """Raise the error of a row with values that are not finite, which says whether its documents alone have them too."""
+    with quiet(model), watch(model) as seen:
+        for source in sources:
+            model(input_ids=batch["input_ids"][:, source], use_cache=False)
+            if seen.hidden is None or not seen.hidden.isfinite().all():
+                raise DifferenceError(f"{input_error('finite values', error, 'A document alone has them too.')}")
+    raise DifferenceError(f"{input_error(f'finite values, as of {_ALONE}', error)} {PADDED}")
 
 
 def _losses(
@@ -120,82 +122,40 @@ def _losses(
         return None, None
     targets = {"labels": labels, "shift_labels": batch.get("shift_labels")}
     mask_targets_across_documents(boundaries, None, targets)
+
+    parts = [_alone(batch, targets, *part) for part in zip(sources, boundaries.lengths, strict=True)]
+    number = sum(part.targets for part in parts)
+
+    def of_row() -> Measured:
+        return {LOSS: model(**batch).loss}
+
+    def of_documents() -> Measured:
+        losses = [part.targets * model(**part.batch, use_cache=False).loss for part in parts if part.targets]
+        return {LOSS: torch.stack(losses).sum() / number}
+
     with quiet(model), torch.no_grad():
-        row = model(**batch).loss.item()
-        parts = [_alone(model, batch, targets, *part) for part in zip(sources, boundaries.lengths, strict=True)]
-    counts = sum(count for _, count in parts)
-    return row, sum(loss * count for loss, count in parts) / counts if counts else None
+        row = Side(of_row)
+        if not number:
+            return row.loss, None
+        alone = Side(of_documents)
+        found = find_difference(row, alone, precision_of(model), exact_for(model), what=_ALONE)
+    if found.different or found.unknown:
+        raise DifferenceError(f"{found.different or input_error('finite losses', found.unknown)} {PADDED}")
+    return row.loss, alone.loss
 
 
-def _alone(
-    model: torch.nn.Module, batch: Mapping[str, Any], targets: dict[str, Any], source: torch.Tensor, length: int
-) -> tuple[float, int]:
-    """The loss of the last `length` tokens of a document alone, and its targets."""
+class _Alone(NamedTuple):
+    """A document alone, and its targets."""
+
+    batch: dict[str, torch.Tensor]
+    targets: int
+
+
+def _alone(batch: Mapping[str, Any], targets: dict[str, Any], source: torch.Tensor, length: int) -> _Alone:
+    """The tokens `source`, of which the last `length` have the targets that they have in the row."""
     own = {name: x[:, source] for name, x in targets.items() if x is not None}
     for name, x in own.items():
         # The row has no target for the first one either. That of its last one may be in the next document.
         x[:, : len(source) - length + (name == "labels")] = IGNORED_LABEL
     count = int((own.get("shift_labels", own["labels"]) != IGNORED_LABEL).sum())
-    ids = batch["input_ids"][:, source]
-    return (model(input_ids=ids, **own, use_cache=False).loss.item() if count else 0.0), count
-
-
-def compare(
-    loss: float,
-    gradient: torch.Tensor,
-    other: float,
-    expected: torch.Tensor,
-    precision: str,
-    what: str = "the padded batch of the same documents",
-) -> str | None:
-    """What differs between the row and `what`, if anything does."""
-    bar, gradient_bar = BARS[precision]
-    if not abs(loss - other) <= bar * max(abs(other), 1e-3):
-        return difference(what, loss, other)
-    if gradient.shape != expected.shape:
-        return None
-    norm = expected.norm()
-    error = ((gradient - expected).norm() / norm).item() if norm else 0.0
-    if not error <= gradient_bar:
-        expected_words = f"gradients of the row that equal those of {what}"
-        return str(input_error(expected_words, f"a relative difference of {error:.1e}"))
-    return None
-
-
-def is_as_close(row: Measured, padded: Measured, exact: Measured) -> bool:
-    """Whether the loss and the gradient of a row are at most twice as far from the exact ones as those of the padded batch.
-
-    What is not different by the bar of 16 bits is close too.
-    """
-    for bar, *three in zip(BARS["half"], row, padded, exact, strict=True):
-        a, b, truth = map(torch.as_tensor, three)
-        if a.shape != b.shape:
-            # `compare` does not compare them either.
-            continue
-        if truth.shape != a.shape or not (a - truth).norm() <= max(2 * (b - truth).norm(), bar * truth.norm()):
-            return False
-    return True
-
-
-def difference(what: str, loss: float, expected: float) -> str:
-    error = abs(loss - expected) / max(abs(expected), 1e-12)
-    got = f"{loss:.4f}, which differs by {error:.1e}"
-    return str(input_error(f"the loss {expected:.4f} of {what}", got))
-
-
-def check_leak(leak: float, documents: int) -> None:
-    if leak != 0:
-        expected = f"no gradient between the {documents} documents of a row"
-        raise DifferenceError(str(input_error(expected, f"one of {leak:.1e} of that within them", PADDED)))
-
-
-def precision_of(model: torch.nn.Module, args: Any = None) -> str:
-    """The precision of the matrix products, a key of `BARS`. `args` are those of a Trainer, which runs autocast."""
-    weight = next(x for x in model.parameters() if x.is_floating_point())
-    device = weight.device.type
-    if has_float8(model):
-        return "float8"
-    autocast = torch.is_autocast_enabled(device) if args is None else args.bf16 or args.fp16
-    if weight.dtype.itemsize < 4 or autocast:
-        return "half"
-    return "float32" if device == "cpu" else "tf32"
+    return _Alone({"input_ids": batch["input_ids"][:, source], **own}, count)

@@ -7,31 +7,29 @@ The real Trainer computes a few documents of some dozens of tokens its own way, 
   no loss per document, and a router's loss couples documents by design.
 * Loss: without dropout and noise, the loss of the row and its gradient with respect to the embeddings equal those of a
   padded batch of the same documents, which the user's own collator makes. On a CPU, the model does not pack that batch.
-  In 16 bits, a difference is rounding if float32 shows none, and if the padded batch is about as far from float32.
+  Documents of up to `_LONG` tokens follow, if the data has them. `compare.py` tells differences from rounding and noise.
   Trainers of preferences compare log-probabilities, because their first loss is a constant.
 * Parts of a row: on processes that share rows, the sum of the losses of the parts and its gradient with respect to the
   embeddings equal those of the whole row, which each process computes for the other comparisons.
 * Evaluation: the real evaluation loop returns as many predictions, labels and targets as a few samples have, of which
   the last batch is not full.
 
-This costs a forward and a backward per document, a step of the row and of the padded batch, and a small evaluation.
-Weights, gradients, random states, and the counters and metrics of the Trainer remain as they were.
+This costs a forward and a backward per document, two steps of a row and of a padded batch, and a small evaluation.
+Weights, gradients, random states, and what the Trainer, its modules and its data keep remain as they were (`state.py`).
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
-from transformers.utils import logging
 
-from ...audit.isolation import UnseenError, indices_of, leak_between, watch
+from ...audit.isolation import UnseenError, leak_between
 from ...audit.model_state import quiet
 from ...data.documents import PaddedSamples, is_packed
 from ...data.excerpts import cut_around_target, excerpts, places_of, targets_in, targets_of
@@ -40,39 +38,44 @@ from ...errors import described, input_error, is_out_of_memory
 from ...models.cuda_graphs import without_graphs
 from ...models.padding import PaddedBatch
 from ...models.registry import inner_model
-from ...models.releases import prepare_inputs, token_logps, training_metrics
-from ...models.untouched import gathers_weights
+from ...models.releases import prepare_inputs, token_logps
 from ...ops.autotuning import tuned_in_threads
-from ...parallel.collectives import all_gather
 from ..apply import undo
 from ..checks import say
+from ..compare import (
+    PADDED,
+    DifferenceError,
+    Found,
+    Measured,
+    Side,
+    check_leak,
+    find_difference,
+    precision_of,
+)
 from ..restore import (
     against_other_rows,
     as_before,
     beside_ddp,
-    drop_gradients,
-    in_float32,
+    exact_for,
     not_packing,
     replace_collator,
-    replaced_collator,
     same_trainer,
     say_nothing,
     trunk_too,
-    without_cache,
 )
-from ..sequence_parallel import PartCollator
 from ..setup import Setup
+from ..state import DATA, State
+from ..steps import SCORES, Row, loss_of, scores_of, step_of_parts, whole_rows
 from ..typed import Trainer
-from ..verify import BARS, PADDED, DifferenceError, Measured, check_leak, compare, is_as_close, precision_of
-from ..warm_up import compiles_kernels, make_row, only_loss
+from ..warm_up import make_row
 from .warm_up import WarmUpCallback, evaluates
 
 
-logger = logging.get_logger(__name__)
-
 # Documents of the row, and the most tokens of each. Their lengths differ, so that means over documents and over tokens do.
-_LENGTHS = (20, 48, 32)
-Found = TypeVar("Found")
+_LENGTHS, _LONG = (20, 48, 32), (384, 512, 448)
+# Seconds that a CPU may take for a row of longer documents, as its time for a short one tells.
+_PATIENCE = 2.0
+Result = TypeVar("Result")
 
 
 class VerifyCallback(TrainerCallback):
@@ -134,7 +137,7 @@ class VerifyCallback(TrainerCallback):
         flag = torch.tensor([int(found)], device=self.trainer.args.device)
         return bool(self.trainer.accelerator.gather(flag).any())
 
-    def _together(self, check: Callable[[], Found]) -> Found:
+    def _together(self, check: Callable[[], Result]) -> Result:
         """The result of a check. A difference on any process is raised on all of them.
 
         Trainers exchange tensors in what follows, where a process that is alone would wait for the others.
@@ -176,139 +179,135 @@ class VerifyCallback(TrainerCallback):
         with (
             without_graphs(model),
             as_before(model, trainer.args.device),
+            same_trainer(trainer, model, loader) as state,
             beside_ddp(wrapped),
-            same_trainer(trainer),
             trunk_too(model),
             tuned_in_threads(),
         ):
             if self.setup.mode == "batches":
-                return _verify_batches(trainer, model, loader, self._together)
-            documents, why = excerpts(getattr(loader, "dataset", None), _LENGTHS)
-            samples = [documents] if is_packed(trainer.train_dataset) else documents
-            with whole_rows(trainer, loader):
-                row = {} if why else loader.collate_fn(samples)
-                places = [] if why else places_of(row, documents)
-                if places is None:
-                    why, places = "the collator changes the tokens of samples", []
-                if self._anywhere(why is not None):
-                    return f"Not verified: {why or 'another process has no row for it'}."
-                words, found = self._verify_rows(model, loader, documents, row, places)
-            if self.setup.parallel is not None:
-                words += _verify_parts(trainer, model, loader.collate_fn(samples), places, found)
-            return f"Verified packing on {len(documents)} documents: {words}{_verify_evaluation(trainer)}"
+                words = _verify_batches(trainer, model, loader, self._together, self._anywhere)
+            else:
+                words = self._verify_data(model, loader, state)
+        # Which large tensors have changed is known by now.
+        left = ", ".join(dict.fromkeys(state.left))
+        return f"{words}; not put back: {left}" if left and not words.startswith("Not verified") else words
 
-    def _verify_rows(self, model, loader: Any, documents: list, row: dict, places: list) -> tuple[str, Measured]:
-        """Compare the documents in a row with one another, and the row with their padded batch.
+    def _verify_data(self, model, loader: Any, state: State) -> str:
+        """Compare rows of the dataset with what they stand for, and return the findings in words."""
+        trainer, dataset = self.trainer, getattr(loader, "dataset", None)
+        documents: list = []
+        consumed = next((x for x in state.left if x.startswith(DATA)), None)
+        if has_items(dataset) and consumed is not None:
+            why: str | None = f"reading samples would consume {consumed}"
+        else:
+            documents, why = excerpts(dataset, _LENGTHS)
+        with whole_rows(trainer, loader):
+            row, why = (None, why) if why else self._row(model, loader, documents)
+            if self._anywhere(row is None):
+                return f"Not verified: {why or 'another process has no row for it'}."
+            assert row is not None
+            words, unknown, side = self._verify_row(row)
+            if not unknown:
+                words += self._verify_longer(row, loader, side.seconds)
+        if unknown:
+            return f"Not verified: {unknown}."
+        if self.setup.parallel is not None:
+            words += self._verify_parts(row, loader, side)
+        words = f"{len(documents)} documents of up to {row.longest} tokens: {words}"
+        return f"Verified packing on {words}{_verify_evaluation(trainer)}"
 
-        Returns the findings in words, and the loss and the gradient of the row.
+    def _row(self, model, loader: Any, documents: list) -> tuple[Row | None, str | None]:
+        """The row that the loader makes of documents, or the reason why there is none."""
+        batch = loader.collate_fn(self._samples(documents))
+        places = places_of(batch, documents)
+        if places is None:
+            return None, "the collator changes the tokens of samples"
+        return Row(self.trainer, model, loader, self.setup.padded, documents, batch, places), None
+
+    def _samples(self, documents: list) -> list:
+        return [documents] if is_packed(self.trainer.train_dataset) else documents
+
+    def _verify_row(self, row: Row) -> tuple[str, str | None, Side]:
+        """Compare the documents of a row with one another, and the row with their padded batch.
+
+        Returns the findings in words, the reason if there are none, and the steps of the row.
         """
-        trainer, words = self.trainer, "gradients between documents are 0"
-        columns = getattr(trainer.data_collator, "token_columns", ())
+        trainer, model, words = self.trainer, row.model, "gradients between documents are 0"
+        unseen: str | None = None
 
         @_stops_training()
         def isolated() -> None:
-            check_leak(leak_between(model, lambda: _loss(trainer, model, row), row, places), len(documents))
-
-        def step() -> Measured:
-            return _step(trainer, model, row, places)
-
-        def step_padded() -> Measured:
-            # Where kernels are compiled, those of a batch that is not packed would take longer than the check.
-            with nullcontext() if compiles_kernels(trainer.args.device) else not_packing(model), without_cache(model):
-                return _step(trainer, model, batch, places_of(batch, documents) or [])
+            nonlocal unseen
+            try:
+                leak = leak_between(model, lambda: loss_of(trainer, model, row.batch), row.batch, row.places)
+            except UnseenError as error:
+                # The losses tell whether this is so in a padded batch too.
+                unseen = described(error)
+            else:
+                check_leak(leak, len(row.documents))
 
         if trainer.is_fsdp_enabled:
             words = "gradients between documents were not looked at, because FSDP frees weights"
         else:
             self._together(isolated)
+        found, side, losses = self._compare(row)
+        unknown = found.unknown or unseen
+        if self._anywhere(unknown is not None):
+            unknown = unknown or "another process could not look at its gradients"
+        return f"{words}; loss {losses}", unknown, side
+
+    def _compare(self, row: Row) -> tuple[Found, Side, str]:
+        """Compare a row with its padded batch. Returns the result, the steps of the row, and the losses in words."""
+        model, args = row.model, self.trainer.args
         with quiet(model):
-            found = self._together(_stops_training()(step))
-            with replaced_collator(loader, trainer.data_collator, self.setup.padded or PaddedSamples(columns)):
-                batch = _collate_padded(loader, documents, columns)
-            padded = step_padded()
-            precision, note = precision_of(model, trainer.args), ""
-            different = compare(*found, *padded, precision)
-            if self._anywhere(different is not None):
-                # Something may draw random numbers, or change in each forward, as the vectors of spectral norms do.
-                if compare(*step(), *found, precision) and different:
-                    different, note = None, ", which differs from run to run"
-            if precision == "half" and self._anywhere(different is not None):
-                why = _beyond_rounding(model, step, step_padded, found, padded)
-                if different and why:
-                    different += f" {why}"
-                elif different:
-                    different, note = None, ", which differ by rounding: float32 is equal"
+            side = self._together(_stops_training()(lambda: Side(row.step)))
+            padded = Side(row.step_padded)
+            precision = precision_of(model, args), exact_for(model, args)
+            found = find_difference(side, padded, *precision, anywhere=self._anywhere)
 
         def equal() -> None:
-            if different:
-                raise DifferenceError(f"{different} {PADDED}")
+            if found.different:
+                raise DifferenceError(f"{found.different} {PADDED}")
 
         self._together(equal)
-        return f"{words}; loss {found[0]:.4f}, padded {padded[0]:.4f}{note}", found
+        return found, side, f"{side.loss:.4f}, padded {padded.loss:.4f}{found.note}"
 
+    def _verify_longer(self, short: Row, loader: Any, seconds: float) -> str:
+        """Compare a row of longer documents with its padded batch, where there are any and time allows."""
+        args, most = self.trainer.args, sum(_LONG)
+        if args.device.type == "cpu":
+            most = int(short.batch["input_ids"].numel() * _PATIENCE / seconds)
+        lengths = tuple(min(length, most * length // sum(_LONG)) for length in _LONG)
+        documents, why = excerpts(loader.dataset, lengths) if min(lengths) > short.longest else ([], "no time")
+        row = None if why else self._row(short.model, loader, documents)[0]
+        if self._anywhere(row is None or row.longest <= short.longest):
+            return ""
+        assert row is not None
+        what = f"documents of up to {row.longest} tokens"
+        try:
+            found, _, losses = self._compare(row)
+        except torch.OutOfMemoryError:
+            # Other processes may wait for this one.
+            if args.world_size > 1:
+                raise
+            return f"; no memory for {what}"
+        return f"; {found.unknown}, for {what}" if found.unknown else f"; for {what} {losses}"
 
-def _beyond_rounding(
-    model, step: Callable[[], Measured], step_padded: Callable[[], Measured], found: Measured, padded: Measured
-) -> str | None:
-    """Why rounding to 16 bits does not explain a difference, or `None` if it does.
-
-    It does if the row equals the padded batch in float32, and is in 16 bits about as close to that as the padded batch.
-    Gradients of some models change by half with the order of sums in bfloat16, so no bar for 16 bits alone tells.
-    """
-    if gathers_weights(model):
-        return "Float32 would show whether this is rounding, but weights are sharded."
-    try:
-        with in_float32(model):
-            row, exact = step(), step_padded()
-            different = compare(*row, *exact, precision_of(model))
-    except Exception as error:
-        return f"Float32 would show whether this is rounding, but it stopped: {described(error)}."
-    if different or row[1].shape != found[1].shape:
-        return "This is more than rounding: float32 differs too."
-    return None if is_as_close(found, padded, exact) else "This is more than rounding: padded is closer to float32."
-
-
-@contextmanager
-def whole_rows(trainer: Trainer, loader: Any) -> Iterator[None]:
-    """Let each process compute whole rows and the loss of training in one process meanwhile."""
-    cut, parallel = trainer.data_collator, getattr(trainer, "sequence_parallel", None)
-    args, average = trainer.args, trainer.args.average_tokens_across_devices
-    # A process that stops in a step would let the others wait for its number of targets.
-    args.average_tokens_across_devices = False
-    try:
-        if parallel is None or not isinstance(cut, PartCollator):
-            yield
-            return
-        trainer.data_collator, trainer.sequence_parallel = cut.rows, None
-        with replaced_collator(loader, cut, cut.rows):
-            yield
-    finally:
-        args.average_tokens_across_devices = average
-        if parallel is not None:
-            trainer.data_collator, trainer.sequence_parallel = cut, parallel
-
-
-def _verify_parts(trainer: Trainer, model, part: dict, places: list, expected: Measured) -> str:
-    """Compare the parts of a row on the processes that share it with the whole row."""
-    group, size = trainer.sequence_parallel.group, trainer.sequence_parallel.size
-    config = inner_model(model).config.get_text_config()
-    if trainer.sequence_parallel.data_parallel_size > 1 and getattr(config, "output_router_logits", False):
-        # It counts once for each row of a step, so not as often here as in a step of one row.
-        return "; parts of the row were not compared, because routers have a loss for each row of a step"
-    batch, items = _items(trainer, part)
-    with quiet(model), watch(model) as seen:
-        loss = trainer.training_step(model, dict(batch), items).detach()
-    # The mean over the processes follows in training.
-    parts = None if seen.embeddings is None else seen.embeddings.grad
-    drop_gradients(model)
-    dist.all_reduce(loss, group=group)
-    mean, gradient = loss.item() / size, expected[1]
-    if parts is not None and len(gradient):
-        every = all_gather(parts, 1, group)[0] / size
-        gradient = every[torch.cat(places).to(every.device)].float()
-    if different := compare(mean, gradient, *expected, precision_of(model, trainer.args), "the whole row"):
-        raise DifferenceError(f"{different} Train without sequence parallelism, or pass verify=False.")
-    return f"; {size} parts of the row {mean:.4f}"
+    def _verify_parts(self, row: Row, loader: Any, whole: Side) -> str:
+        """Compare the parts of a row on the processes that share it with the whole row."""
+        trainer, model, sequence_parallel = self.trainer, row.model, self.trainer.sequence_parallel
+        config = inner_model(model).config.get_text_config()
+        if sequence_parallel.data_parallel_size > 1 and getattr(config, "output_router_logits", False):
+            # It counts once for each row of a step, so not as often here as in a step of one row.
+            return "; parts of the row were not compared, because routers have a loss for each row of a step"
+        part = loader.collate_fn(self._samples(row.documents))
+        precision = precision_of(model, trainer.args), exact_for(model, trainer.args)
+        with quiet(model):
+            parts = Side(lambda: step_of_parts(trainer, model, part, row.places))
+            found = find_difference(parts, whole, *precision, what="the whole row", anywhere=self._anywhere)
+        if found.different:
+            raise DifferenceError(f"{found.different} Train without sequence parallelism, or pass verify=False.")
+        return f"; {sequence_parallel.size} parts of the row {found.unknown or f'{parts.loss:.4f}{found.note}'}"
 
 
 @contextmanager
@@ -326,19 +325,18 @@ def _stops_training() -> Iterator[None]:
         raise DifferenceError(str(message)) from error
 
 
-def _collate_padded(loader: Any, documents: list, columns: Sequence[str]) -> dict[str, Any]:
-    try:
-        return loader.collate_fn(documents)
-    except (ValueError, TypeError):
-        # A collator that cannot pad labels, which packed training does not need.
-        return PaddedSamples(tuple(columns))(documents)
-
-
-def _verify_batches(trainer: Trainer, model, loader: Any, together: Callable[[Callable], Any]) -> str:
+def _verify_batches(
+    trainer: Trainer,
+    model,
+    loader: Any,
+    together: Callable[[Callable], Any],
+    anywhere: Callable[[bool], bool],
+) -> str:
     """Compare a padded batch that the model packs with one that it does not pack."""
     batch = _padded_batch(trainer, model, loader)
     ids, mask = batch["input_ids"], batch["attention_mask"]
     inner = inner_model(model)
+    unseen: str | None = None
     if getattr(inner, "share_prompts", False):
         words = f"gradients between rows were not looked at, because rows share prompts{_saved(ids, mask)}"
     else:
@@ -348,18 +346,32 @@ def _verify_batches(trainer: Trainer, model, loader: Any, together: Callable[[Ca
             with trainer.compute_loss_context_manager():
                 model(input_ids=ids, attention_mask=mask, use_cache=False)
 
-        leak = leak_between(model, forward, batch, rows)
-        together(lambda: check_leak(leak, len(rows)))
+        try:
+            leak = leak_between(model, forward, batch, rows)
+        except UnseenError as error:
+            unseen = described(error)
+        else:
+            together(lambda: check_leak(leak, len(rows)))
         words = "gradients between rows are 0"
-    with quiet(model):
-        packed = _scores(trainer, model, batch)
+
+    def padded_scores() -> Measured:
         with not_packing(model):
-            padded = _scores(trainer, model, batch)
-    error = float((packed - padded).norm() / padded.norm().clamp(min=1e-12))
-    if not error <= BARS[precision_of(model, trainer.args)][1]:
-        expected = "log-probabilities of the packed batch that equal those of the padded batch"
-        raise DifferenceError(str(input_error(expected, f"a relative difference of {error:.1e}", PADDED)))
-    return f"Verified packing on {len(ids)} rows: {words}; log-probabilities differ by {error:.0e} from padded ones"
+            return scores_of(trainer, model, batch)
+
+    with quiet(model):
+        packed, padded = Side(lambda: scores_of(trainer, model, batch)), Side(padded_scores)
+        precision = precision_of(model, trainer.args), exact_for(model, trainer.args)
+        found = find_difference(packed, padded, *precision, anywhere=anywhere)
+    if found.different:
+        raise DifferenceError(f"{found.different} {PADDED}")
+    if found.unknown or unseen:
+        return f"Not verified: {found.unknown or unseen}."
+    a, b = (side.all(SCORES)[0] for side in (packed, padded))
+    distance = float((a - b).norm() / b.norm().clamp(min=1e-12))
+    what = f"{len(ids)} rows of up to {int(mask.sum(1).max())} tokens"
+    return (
+        f"Verified packing on {what}: {words}; log-probabilities differ by {distance:.0e} from padded ones{found.note}"
+    )
 
 
 def _saved(ids: torch.Tensor, mask: torch.Tensor) -> str:
@@ -382,18 +394,6 @@ def _padded_batch(trainer: Trainer, model, loader: Any) -> dict[str, Any]:
 
 def _size(sample: Mapping[str, Any]) -> int:
     return sum(len(x) for x in sample.values() if hasattr(x, "__len__"))
-
-
-def _scores(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
-    """The log-probabilities that a trainer of preferences computes for a batch: of each token, or the means it logs."""
-    with trainer.compute_loss_context_manager(), torch.no_grad():
-        if (compute := token_logps(trainer)) is not None:
-            ids, mask = batch["input_ids"], batch["attention_mask"]
-            return compute(model, ids, mask, ids.shape[1] - 1)[0].float()[mask[:, 1:] == 1]
-        training_metrics(trainer).clear()
-        loss = only_loss(trainer.compute_loss(model, dict(batch)))
-    logged = training_metrics(trainer)
-    return torch.tensor([loss.item(), *(logged[name][-1] for name in sorted(logged) if name.startswith("logps"))])
 
 
 def _verify_evaluation(trainer: Trainer) -> str:
@@ -439,30 +439,3 @@ def _first(value: Any) -> Any:
     while isinstance(value, tuple | list | dict):
         value = next(iter(value.values() if isinstance(value, dict) else value), None)
     return value
-
-
-def _items(trainer: Trainer, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """A batch on the device, as the Trainer gets it from its loader, and its number of items."""
-    moved = {name: x.to(trainer.args.device) if hasattr(x, "to") else x for name, x in batch.items()}
-    (batch,), items = trainer.get_batch_samples(iter([moved]), 1, trainer.args.device)
-    trainer.current_gradient_accumulation_steps = 1
-    return batch, items
-
-
-def _loss(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
-    batch, items = _items(trainer, batch)
-    with trainer.compute_loss_context_manager():
-        return only_loss(trainer.compute_loss(model, prepare_inputs(trainer, batch), num_items_in_batch=items))
-
-
-def _step(trainer: Trainer, model, batch: dict[str, Any], places: list[torch.Tensor]) -> Measured:
-    """The loss of the Trainer's own step, and its gradient with respect to the documents' embeddings."""
-    batch, items = _items(trainer, batch)
-    with watch(model) as seen:
-        loss = trainer.training_step(model, dict(batch), items).item()
-    gradient = None if seen.embeddings is None else seen.embeddings.grad
-    drop_gradients(model)
-    if gradient is None:
-        return loss, torch.zeros(0)
-    indices = torch.cat(indices_of(gradient, batch, places)) if places else torch.zeros(0, dtype=torch.long)
-    return loss, gradient.flatten(0, 1)[indices.to(gradient.device)].float()

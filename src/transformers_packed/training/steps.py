@@ -1,0 +1,163 @@
+"""What a step of the real Trainer shows of a row of documents, and of the padded batch that the row stands for."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from ..audit.isolation import UnseenError, indices_of, watch
+from ..data.documents import PaddedSamples
+from ..data.excerpts import places_of
+from ..models.releases import prepare_inputs, token_logps, training_metrics
+from ..parallel.collectives import all_gather
+from .compare import GRADIENT, LOSS, Measured
+from .restore import drop_gradients, not_packing, replaced_collator, without_cache
+from .sequence_parallel import PartCollator
+from .typed import Trainer
+from .warm_up import compiles_kernels, only_loss
+
+
+SCORES = "log-probabilities"
+
+
+class Row:
+    """A row of documents, and the padded batch that it stands for, with the Trainer's step on each."""
+
+    def __init__(
+        self, trainer: Trainer, model, loader: Any, padded: Callable | None, documents: list, batch: dict, places: list
+    ):
+        self.trainer, self.model, self.loader, self.padded = trainer, model, loader, padded
+        self.documents, self.batch, self.places = documents, batch, places
+        self.longest = max(map(len, places))
+
+    @cached_property
+    def padded_batch(self) -> dict[str, Any]:
+        columns = getattr(self.trainer.data_collator, "token_columns", ())
+        with replaced_collator(self.loader, self.trainer.data_collator, self.padded or PaddedSamples(columns)):
+            return _collate_padded(self.loader, self.documents, columns)
+
+    def step(self) -> Measured:
+        return step_of(self.trainer, self.model, self.batch, self.places)
+
+    def step_padded(self) -> Measured:
+        places = places_of(self.padded_batch, self.documents) or []
+        # Where kernels are compiled, those of a batch that is not packed would take longer than the check.
+        stock = nullcontext() if compiles_kernels(self.trainer.args.device) else not_packing(self.model)
+        with stock, without_cache(self.model):
+            return step_of(self.trainer, self.model, self.padded_batch, places)
+
+
+def _collate_padded(loader: Any, documents: list, columns: Sequence[str]) -> dict[str, Any]:
+    try:
+        return loader.collate_fn(documents)
+    except (ValueError, TypeError):
+        # A collator that cannot pad labels, which packed training does not need.
+        return PaddedSamples(tuple(columns))(documents)
+
+
+@contextmanager
+def whole_rows(trainer: Trainer, loader: Any) -> Iterator[None]:
+    """Let each process compute whole rows and the loss of training in one process meanwhile."""
+    cut, parallel = trainer.data_collator, getattr(trainer, "sequence_parallel", None)
+    args, average = trainer.args, trainer.args.average_tokens_across_devices
+    # A process that stops in a step would let the others wait for its number of targets.
+    args.average_tokens_across_devices = False
+    try:
+        if parallel is None or not isinstance(cut, PartCollator):
+            yield
+            return
+        trainer.data_collator, trainer.sequence_parallel = cut.rows, None
+        with replaced_collator(loader, cut, cut.rows):
+            yield
+    finally:
+        args.average_tokens_across_devices = average
+        if parallel is not None:
+            trainer.data_collator, trainer.sequence_parallel = cut, parallel
+
+
+def scores_of(trainer: Trainer, model, batch: dict[str, Any]) -> Measured:
+    """The log-probabilities that a trainer of preferences computes for a batch: of each token, or the means it logs."""
+    with trainer.compute_loss_context_manager(), torch.no_grad():
+        if (compute := token_logps(trainer)) is not None:
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            return {SCORES: compute(model, ids, mask, ids.shape[1] - 1)[0].float()[mask[:, 1:] == 1]}
+        training_metrics(trainer).clear()
+        loss = only_loss(trainer.compute_loss(model, dict(batch)))
+    logged = training_metrics(trainer)
+    return {SCORES: torch.tensor([loss, *(logged[name][-1] for name in sorted(logged) if name.startswith("logps"))])}
+
+
+def _items(trainer: Trainer, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A batch on the device, as the Trainer gets it from its loader, and its number of items."""
+    moved = {name: x.to(trainer.args.device) if hasattr(x, "to") else x for name, x in batch.items()}
+    (batch,), items = trainer.get_batch_samples(iter([moved]), 1, trainer.args.device)
+    trainer.current_gradient_accumulation_steps = 1
+    return batch, items
+
+
+def loss_of(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
+    batch, items = _items(trainer, batch)
+    with trainer.compute_loss_context_manager():
+        return only_loss(trainer.compute_loss(model, prepare_inputs(trainer, batch), num_items_in_batch=items))
+
+
+def step_of(trainer: Trainer, model, batch: dict[str, Any], places: list[torch.Tensor]) -> Measured:
+    """The loss of the Trainer's own step, and its gradient with respect to the documents' embeddings."""
+    batch, items = _items(trainer, batch)
+    with watch(model) as seen:
+        loss = trainer.training_step(model, dict(batch), items).detach()
+    gradients = [_local(x.grad) for x in model.parameters() if x.grad is not None]
+    shown = {
+        LOSS: loss,
+        "last hidden state": _only_finite(_at(seen.hidden, batch, places)),
+        "gradient of the weights": _only_finite(get_total_norm(gradients, norm_type=math.inf)),
+        GRADIENT: _at(seen.embeddings if seen.embeddings is None else seen.embeddings.grad, batch, places),
+    }
+    drop_gradients(model)
+    return {name: x for name, x in shown.items() if x is not None}
+
+
+def step_of_parts(trainer: Trainer, model, part: dict[str, Any], places: list[torch.Tensor]) -> Measured:
+    """The same of a row whose parts several processes compute."""
+    shared = trainer.sequence_parallel
+    batch, items = _items(trainer, part)
+    with watch(model) as seen:
+        loss = trainer.training_step(model, dict(batch), items).detach()
+    parts = None if seen.embeddings is None else seen.embeddings.grad
+    drop_gradients(model)
+    dist.all_reduce(loss, group=shared.group)
+    # The mean over the processes follows in training.
+    shown = {LOSS: loss / shared.size}
+    if parts is None:
+        return shown
+    every = all_gather(parts, 1, shared.group)[0] / shared.size
+    return shown | {GRADIENT: every[torch.cat(places).to(every.device)].float()}
+
+
+def _at(states: torch.Tensor | None, batch: Mapping[str, Any], places: list[torch.Tensor]) -> torch.Tensor | None:
+    """States `[B, T, hidden]` or their gradient at the tokens of documents `[tokens, hidden]`, if they are there."""
+    if states is None or not places:
+        return None
+    try:
+        indices = torch.cat(indices_of(states, batch, places))
+    except UnseenError:
+        return None
+    return states.detach().flatten(0, 1)[indices.to(states.device)].float()
+
+
+def _only_finite(values: torch.Tensor | None) -> torch.Tensor | None:
+    """0 for finite values, and NaN for others: what is compared of values that have no bar."""
+    return None if values is None else (values * 0).sum()
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """The values of a gradient that this process has."""
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -1,0 +1,207 @@
+"""The check before the first step: what noise, values that are not finite, and short excerpts do not hide."""
+
+import unittest
+from unittest import mock
+
+import torch
+from mixins.configure import ConfigureTestCase, said
+from parameterized import parameterized
+from scripts.configured_arms import tokenizer
+from scripts.trainer_arms import EXPERTS, TINY, Samples
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Qwen3NextConfig, TrainerCallback
+
+from transformers_packed import configure_packing, patch_model, verify_packing
+from transformers_packed.data.collator import DataCollatorWithFlattening
+
+
+def token_losses(model, inputs):
+    """The loss of each token of a batch, 0 where it is no target, and the targets."""
+    logits = model(**{name: x for name, x in inputs.items() if name != "labels"}, use_cache=False).logits
+    labels = inputs["labels"][:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="none")
+    return losses, labels != -100
+
+
+def summed(model, inputs, **kwargs):
+    """The mean over rows of the sum of each, which is not the same for a row of several documents."""
+    return token_losses(model, inputs)[0].sum(1).mean()
+
+
+def per_token(model, inputs, **kwargs):
+    losses, targets = token_losses(model, inputs)
+    return losses.sum() / targets.sum()
+
+
+def spread_of_samples(model, inputs, **kwargs):
+    """Of a single row, the standard deviation over samples is NaN."""
+    losses, targets = token_losses(model, inputs)
+    return per_token(model, inputs) + losses.sum(1).std()
+
+
+def late_tokens(model, inputs, **kwargs):
+    """Tokens from column 150 on count ten times as much, wherever documents begin."""
+    losses, targets = token_losses(model, inputs)
+    weights = torch.where(torch.arange(losses.shape[1]) < 150, 1.0, 10.0)
+    return (losses * weights).sum() / targets.sum()
+
+
+class FooledTestCase(ConfigureTestCase):
+    def configured(self, loss=None, packing="padding_free", **options):
+        trainer = self.trainer(collator=DataCollatorForSeq2Seq(tokenizer()), **options)
+        said(configure_packing, trainer, packing)
+        if loss is not None:
+            trainer.compute_loss = loss
+        return trainer
+
+    def refuses(self, trainer, message):
+        with self.assertRaisesRegex(ValueError, message):
+            said(trainer.train)
+        self.assertTrue(all(x.isfinite().all() for x in trainer.model.parameters()))
+
+
+class NoiseTest(FooledTestCase):
+    @parameterized.expand([0.0, 1e-3, 0.02, 0.1])
+    def test_a_wrong_loss_with_noise(self, noise):
+        def loss(*args, **kwargs):
+            return summed(*args, **kwargs) * (1 + noise * torch.randn(()))
+
+        self.refuses(self.configured(loss), "expected the loss .* of the padded batch of the same documents, got")
+
+    @parameterized.expand([1e-3, 0.02, 0.1, 1.0])
+    def test_a_right_loss_with_noise(self, noise):
+        def loss(*args, **kwargs):
+            return per_token(*args, **kwargs) * (1 + noise * torch.randn(()))
+
+        self.assertIn("which differs from run to run by", said(self.configured(loss).train)[0])
+
+    def test_a_wrong_gradient_with_noise(self):
+        """The loss is right, and the gradient of rows is three times as large."""
+
+        def loss(model, inputs, **kwargs):
+            found = per_token(model, inputs) * (1 + 1e-3 * torch.randn(()))
+            return 3 * found - 2 * found.detach() if len(inputs["input_ids"]) == 1 else found
+
+        self.refuses(self.configured(loss), "expected a gradient of the row that equals that of")
+
+
+class NotFiniteTest(FooledTestCase):
+    def test_a_loss(self):
+        self.refuses(self.configured(spread_of_samples), "expected a finite loss of the row, as of the padded batch")
+
+    def test_undone(self):
+        """Automatic packing trains padded batches instead."""
+        trainer = self.configured(spread_of_samples, packing="auto")
+        output, _ = said(trainer.train)
+        self.assertIn("Packing off, training is unchanged: expected a finite loss of the row", output)
+        self.assertTrue(all(x.isfinite().all() for x in trainer.model.parameters()))
+
+    @parameterized.expand([(where, of) for where in ("all", "one") for of in ("row", "both")])
+    def test_hidden_states(self, where, of):
+        """Of the row alone, or of both sides. The loss of the user leaves out what is not finite."""
+
+        def loss(model, inputs, **kwargs):
+            losses, targets = token_losses(model, inputs)
+            return losses.nan_to_num().sum() / targets.sum()
+
+        trainer = self.configured(loss)
+
+        def spoil(layer, inputs, output):
+            if of == "row" and len(output) > 1:
+                return output
+            places = slice(None) if where == "all" else slice(1, 2)
+            mask = torch.zeros(output.shape[:2] + (1,), dtype=torch.bool)
+            mask[:, places] = True
+            return output.masked_fill(mask, float("nan"))
+
+        trainer.model.model.norm.register_forward_hook(spoil)
+        if of == "row":
+            self.refuses(trainer, "expected a finite last hidden state of the row, as of the")
+        else:
+            self.assertIn(
+                "Not verified: the row and the padded batch of the same documents both have NaN or infinity in their last",
+                said(trainer.train)[0],
+            )
+
+    @parameterized.expand(["embed_tokens", "norm"])
+    def test_a_gradient(self, of):
+        """Of the embeddings, or of a weight behind the last hidden states, in a row alone."""
+        trainer, seen = self.configured(per_token), {}
+        model = trainer.model
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.update(rows=len(kwargs["input_ids"])), with_kwargs=True
+        )
+
+        def spoil(gradient):
+            return gradient * float("nan") if seen["rows"] == 1 else gradient
+
+        if of == "norm":
+            model.model.norm.weight.register_hook(spoil)
+        else:
+            model.model.embed_tokens.register_forward_hook(
+                lambda layer, args, output: output.register_hook(spoil) and None
+            )
+        self.refuses(trainer, "expected a finite gradient.* of the row")
+
+    def test_in_a_loop(self):
+        model = patch_model(self.trainer().model)
+        batch = DataCollatorWithFlattening(on_leak="ignore")(Samples(4).rows)
+
+        def spoil(layer, inputs, output):
+            return output * float("nan") if output.shape[1] > shortest else output
+
+        model.model.norm.register_forward_hook(spoil)
+        shortest = 90
+        with self.assertRaisesRegex(ValueError, "finite values, as of the documents alone"):
+            verify_packing(model, batch)
+        shortest = 0
+        with self.assertRaisesRegex(ValueError, "A document alone has them"):
+            verify_packing(model, batch)
+
+
+class LongTest(FooledTestCase):
+    def samples(self, longest):
+        generator = torch.Generator().manual_seed(0)
+        ids = [
+            torch.randint(1, 61, (n,), generator=generator).tolist() for n in (longest, 40, max(longest - 60, 9), 12)
+        ]
+        return [{"input_ids": x, "labels": x} for x in ids]
+
+    def test_a_fault_of_late_tokens(self):
+        trainer = self.configured(late_tokens, dataset=self.samples(300))
+        self.refuses(trainer, "expected the loss .* of the padded batch of the same documents, got")
+
+    @parameterized.expand([(45, None), (300, 300), (3000, 448)])
+    def test_what_was_looked_at(self, longest, said_to_be):
+        trainer = self.configured(dataset=self.samples(longest))
+        line = said(trainer.train)[0]
+        self.assertIn("Verified packing on 3 documents of up to ", line)
+        self.assertEqual(f"; for documents of up to {said_to_be} tokens" in line, said_to_be is not None, line)
+
+    def test_memory_is_bounded(self):
+        """At most 512 tokens of a document are computed, whatever its length."""
+        trainer, tokens = self.configured(dataset=self.samples(100_000)), mock.Mock(return_value=None)
+        trainer.model.model.embed_tokens.register_forward_pre_hook(lambda layer, inputs: tokens(inputs[0].numel()))
+
+        class Stop(TrainerCallback):
+            def on_step_begin(self, *args, **kwargs):
+                raise InterruptedError
+
+        trainer.add_callback(Stop())
+        with self.assertRaises(InterruptedError):
+            said(trainer.train)
+        self.assertLessEqual(max(call.args[0] for call in tokens.call_args_list), 3 * 512)
+
+
+class RoundingTest(FooledTestCase):
+    @parameterized.expand([0, 9])
+    def test_a_router_in_float32(self, seed):
+        """With large weights, rounding changes the expert of a token, and with it the loss by 2e-3."""
+        torch.manual_seed(seed)
+        layers = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+        config = Qwen3NextConfig(**{**TINY, **EXPERTS, **layers, "initializer_range": 0.5})
+        trainer = self.configured(model=AutoModelForCausalLM.from_config(config), dataset=Samples(24))
+        self.assertRegex(said(trainer.train)[0], "Verified packing on .*, which differ by rounding: float64 is equal")
+
+
+if __name__ == "__main__":
+    unittest.main()
