@@ -2,7 +2,8 @@
 
 The seed alone determines a set-up (`draw`): a family, an attention implementation, gradient checkpointing, a PEFT
 method, changes to modules, a way to enable packing, a training loop and arguments of Trainer. Users bring samples with
-padding or without tokens, collators with masks of any kind, methods of their own, and packed rows to evaluate. The oracle
+padding or without tokens, collators with masks of any kind, methods and losses with noise of their own, samplers, streams
+that can be read once, state that every call changes, and packed rows to evaluate. The oracle
 is the stock class on padded batches of the same samples, with the same weights (`fuzz_arms.run`). The comparison covers
 losses, gradients and weights of every step, an evaluation, and the tensors that hooks record at real tokens (`errors`).
 
@@ -45,7 +46,7 @@ import transformers
 from fuzz_arms import Result, build, run
 from fuzz_changes import CHANGES, HOOKS
 from fuzz_data import BLOCKS, PADDED, ROWS
-from fuzz_own import COUNTS, EVALUATED, OWN, PER_SAMPLE, PER_TOKEN
+from fuzz_own import COUNTS, EVALUATED, KEPT, OWN, PER_SAMPLE, PER_TOKEN
 from fuzz_setup import CONFIGURED, FAMILIES, GENERIC, PEFT, STOCK, Setup
 
 import transformers_packed
@@ -150,7 +151,7 @@ def draw(seed: int) -> Setup:
         evaluation=(evaluation or "") if loop == "trainer" else "",
         arguments=arguments,
     )
-    for draw_more in (_draw_mask, _draw_samples, _draw_own, _draw_evaluation):
+    for draw_more in (_draw_mask, _draw_samples, _draw_own, _draw_evaluation, _draw_kept, _draw_stream):
         setup = draw_more(rng, setup)
     return setup
 
@@ -213,6 +214,21 @@ def _draw_evaluation(rng: random.Random, setup: Setup) -> Setup:
         changes["eval_rows"] = rows
     # Trainer would drop batches of the evaluation that are not full.
     return replace(setup, **changes, arguments=arguments) if setup.evaluation else setup
+
+
+def _draw_kept(rng: random.Random, setup: Setup) -> Setup:
+    """Sometimes the user keeps something that changes in each forward, and the model with it."""
+    kept, fits = rng.choice(list(KEPT)), setup.loop == "trainer" and setup.peft not in PROMPTS
+    # NEFTune's noise is measured in the embeddings.
+    fits &= "neftune_noise_alpha" not in setup.arguments
+    return replace(setup, kept=kept) if fits and rng.random() < 0.2 else setup
+
+
+def _draw_stream(rng: random.Random, setup: Setup) -> Setup:
+    """Sometimes a stream that can be read once. Of the rows that are planned for one, the oracle would not know."""
+    fits = setup.way in CONFIGURED and setup.mode != "pack" and setup.own != "sampler" and not setup.empty
+    fits &= not setup.arguments.keys() & {"train_sampling_strategy", "auto_find_batch_size"}
+    return replace(setup, stream=True) if fits and rng.random() < 0.15 else setup
 
 
 @cache

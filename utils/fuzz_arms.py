@@ -17,8 +17,8 @@ import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from fuzz_changes import CHANGES, HOOKS, Recorder, tensors
-from fuzz_data import collate, collator, evaluation_set, lengths, real, samples
-from fuzz_own import make_trainer, metrics
+from fuzz_data import Once, collate, collator, evaluation_set, lengths, real, samples
+from fuzz_own import keep, make_trainer, metrics
 from fuzz_setup import CONFIGURED, FAMILIES, PEFT, STOCK, Setup
 from scripts.trainer_arms import OPTIONS
 from torch import nn
@@ -126,7 +126,8 @@ def _train(setup, ours, model, rows, directory, recorder, later, result) -> None
     if setup.evaluation == "inputs":
         options["include_for_metrics"] = ["inputs"]
     data = samples(setup)
-    keywords = {"train_dataset": data, "eval_dataset": evaluation_set(setup, data, ours)}
+    given = Once(data) if setup.stream else data
+    keywords = {"train_dataset": given, "eval_dataset": evaluation_set(setup, data, ours)}
     if setup.evaluation in ("predictions", "inputs"):
         keywords["compute_metrics"] = metrics
     configured = setup.way in CONFIGURED
@@ -148,11 +149,13 @@ def _train(setup, ours, model, rows, directory, recorder, later, result) -> None
         result.on = setup.mode == "auto" and trainer.args.padding_free
         if not trainer.args.padding_free:
             trainer.data_collator = collate
-        if trainer.train_dataset is not data:
+        if trainer.train_dataset is not given:
             result.rows = trainer.train_dataset
     if rows is not None:
         trainer.train_dataset = rows
         trainer.args.train_sampling_strategy = "sequential"
+    if setup.kept:
+        keep(setup.kept, trainer, model.get_input_embeddings())
     later()
     step, clock = trainer.training_step, Steps()
     trainer.add_callback(clock)

@@ -11,6 +11,7 @@ from mixins.vision import VISION_INPUTS, document
 from scripts.trainer_arms import collate_padded
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import IterableDataset
 from transformers import DataCollatorForSeq2Seq
 
 from transformers_packed import DataCollatorWithFlattening, PackingDataset, pack_dataset
@@ -54,6 +55,17 @@ def samples(setup: Setup) -> list[dict]:
     if setup.empty:
         made[rng.randrange(len(made))] = dict.fromkeys(made[0].keys() - set(VISION_INPUTS), [])
     return [_with_padding(sample, setup.padding) for sample in made] if setup.padding else made
+
+
+class Once(IterableDataset):
+    """Samples that are gone when they are read."""
+
+    def __init__(self, rows: list[dict]):
+        self.rows = list(rows)
+
+    def __iter__(self):
+        while self.rows:
+            yield self.rows.pop(0)
 
 
 def _with_padding(sample: dict, side: str) -> dict:

@@ -77,6 +77,8 @@ class Setup:
     eval_rows: str = "samples"  # or `rows` of `PackingDataset`, or `packed` by `pack_dataset`
     eval_batch_size: int = 8
     own: str = ""  # what the user overrides: see `fuzz_own.OWN`
+    kept: str = ""  # what the user keeps between calls: see `fuzz_own.KEPT`
+    stream: bool = False  # whether the samples are a stream that can be read once
     arguments: dict = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -16,6 +16,8 @@ from transformers_packed import SequenceBoundaries
 from transformers_packed.errors import input_error
 from transformers_packed.models import inputs
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as packed
+from transformers_packed.training import restore
+from transformers_packed.training.state import State
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
@@ -66,6 +68,8 @@ class FuzzTest(unittest.TestCase):
         drawn = [draw(seed) for seed in range(2000)]
         self.assertEqual({setup.mask for setup in drawn}, {"", *fuzz_data.ROWS, *fuzz_data.PADDED})
         self.assertEqual({setup.own for setup in drawn}, {"", *fuzz_own.OWN})
+        self.assertEqual({setup.kept for setup in drawn}, {"", *fuzz_own.KEPT})
+        self.assertEqual({setup.stream for setup in drawn}, {False, True})
         self.assertEqual({setup.padding for setup in drawn}, {"", "left", "right"})
         self.assertEqual({setup.eval_rows for setup in drawn}, {"samples", "rows", "packed"})
         self.assertEqual({setup.empty for setup in drawn}, {False, True})
@@ -143,6 +147,23 @@ class FuzzTest(unittest.TestCase):
             outcome = check(setup)
         self.assertEqual(outcome.kind, "failed")
         self.assertRegex(outcome.why, message)
+
+    def test_traces_of_the_check_are_found(self):
+        setup = replace(PADDING_FREE, kept="list")
+        self.assertEqual(check(setup), Outcome("equal"))
+        nothing = mock.patch.object(restore, "same_state", lambda *roots, **options: contextlib.nullcontext(State()))
+        with nothing:
+            outcome = check(setup)
+        self.assertEqual(outcome.kind, "failed")
+        self.assertIn("loss", outcome.why)
+
+    def test_losses_that_are_not_finite_are_refused(self):
+        outcome = check(replace(PADDING_FREE, own="spread_loss"))
+        self.assertEqual(outcome.kind, "refused")
+        self.assertRegex(outcome.why, "expected a finite loss of the row")
+
+    def test_a_stream_that_can_be_read_once(self):
+        self.assertEqual(check(replace(PADDING_FREE, stream=True)), Outcome("equal"))
 
     def test_masks_that_leak_are_found(self):
         def leaking(*args, **kwargs):
