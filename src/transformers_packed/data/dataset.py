@@ -399,12 +399,12 @@ def find_unusable(dataset: Any) -> tuple[int, str] | None:
 def find_tree(dataset: Any) -> Mapping[str, Any] | None:
     """Find a tree or a group among the samples of a dataset or of its rows. `None` if none is found.
 
-    Checks all samples of a list and of a table. Of other datasets, checks some evenly spaced samples, and of a stream that
-    reading consumes none.
+    Checks all samples of a list and of a table. Of other datasets, checks some evenly spaced samples, and of a stream
+    none.
     """
     dataset = dataset.dataset if isinstance(dataset, PackingDataset) else dataset
     columns = columns_of(dataset)
-    samples = dataset if isinstance(dataset, list | tuple) else some_samples(dataset, _PROBED) or ()
+    samples = dataset if isinstance(dataset, list | tuple) else some_samples(dataset, _PROBED)
     if columns is not None:
         # All lists in a column of a table have the same type.
         numbers = chain.from_iterable(

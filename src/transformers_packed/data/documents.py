@@ -23,23 +23,25 @@ def is_packed(dataset: Any) -> bool:
     if isinstance(dataset, PackingDataset | IterablePackingDataset):
         return True
     sample = first_sample(dataset)
-    return isinstance(sample, list) or (sample is not None and "seq_lengths" in sample)
+    if sample is None:
+        # A stream of datasets may know its columns.
+        return "seq_lengths" in (getattr(dataset, "column_names", None) or ())
+    return isinstance(sample, list) or "seq_lengths" in sample
 
 
 def first_sample(dataset: Any) -> Mapping[str, Any] | None:
-    """The first sample of a dataset, or `None` if the dataset can only be read once."""
+    """The first sample of a dataset, or `None` for a stream and an empty dataset."""
     if isinstance(dataset, PackingDataset):
         dataset = dataset.dataset
-    return next(iter(some_samples(dataset, 1) or ()), None)
+    return next(iter(some_samples(dataset, 1)), None)
 
 
 def unpacked(dataset: Any) -> Any:
     """The documents of a dataset of packed rows, or the dataset itself if it has samples."""
     if has_items(dataset):
         return Documents(dataset) if is_packed(dataset) else dataset
-    # Reading from other streams may consume them, so each element tells whether it is a row.
-    known = type(dataset).__module__.startswith("datasets.") and not is_packed(dataset)
-    return dataset if known else DocumentStream(dataset)
+    # Each element of a stream tells whether it is a row.
+    return DocumentStream(dataset)
 
 
 class Documents(Dataset):

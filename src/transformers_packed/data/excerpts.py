@@ -14,6 +14,7 @@ from .samples import (
     count_targets,
     cut_sample,
     documents_of,
+    has_items,
     is_tree,
     real_sample,
     some_samples,
@@ -34,11 +35,10 @@ def excerpts(dataset: Any, lengths: tuple[int, ...]) -> tuple[list, str | None]:
         dataset = dataset.dataset
     if isinstance(dataset, PackingDataset | IterablePackingDataset):
         dataset = dataset.dataset
-    rows = some_samples(dataset, _LOOKED_AT)
-    if rows is None:
-        return [], "samples come from a stream that can be read only once"
+    if not has_items(dataset):
+        return [], "samples come from a stream, which only training reads"
     documents: list = []
-    for document in chain.from_iterable(map(documents_of, rows)):
+    for document in chain.from_iterable(map(documents_of, some_samples(dataset, _LOOKED_AT))):
         if is_tree(document):
             return [], "samples have turns that branch. Check a batch with verify_packing"
         cut = cut_around_target(document, lengths[len(documents)])

@@ -5,7 +5,7 @@ holds them. Every reader of samples applies [`real_sample`] first.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, compress, islice
+from itertools import accumulate, compress
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ VISION_COLUMNS = tuple(name for _, *names in VISION_KINDS.values() for name in n
 MASK = "attention_mask"
 # The samples that continue a sample (`data/trees.py`), those of a group, and the tokens that these continue.
 TURNS, ANSWERS, PREFIX = "turns", "answers", "prefix"
+# The columns that divide rows and trees.
+DIVIDING_COLUMNS = ("seq_lengths", TURNS, ANSWERS, PREFIX)
 # Columns that always have one value per token. Labels may also be one number.
 TOKEN_COLUMNS = ("input_ids", "labels", MASK, TOKEN_TYPES)
 _ROWS = "Pass a row of several documents as its samples, or with a column seq_lengths."
@@ -43,11 +45,13 @@ def spread(samples: int, number: int) -> list[int]:
     return np.unique(np.linspace(0, samples - 1, min(samples, number)).astype(int)).tolist()
 
 
-def some_samples(dataset: Any, number: int) -> Iterable | None:
-    """Up to `number` samples of a dataset, or `None` for a stream that reading may consume."""
-    if has_items(dataset):
-        return (dataset[index] for index in spread(len(dataset), number))
-    return islice(dataset, number) if type(dataset).__module__.startswith("datasets.") else None
+def some_samples(dataset: Any, number: int) -> Iterable:
+    """Up to `number` samples of a dataset with items, and none of a stream.
+
+    Only training reads a stream: nothing tells whether a second pass would return the samples of the first one. What
+    depends on the samples is therefore decided by the first batch, or for each sample.
+    """
+    return (dataset[index] for index in spread(len(dataset), number)) if has_items(dataset) else ()
 
 
 def documents_of(element: Any) -> Iterator[Mapping[str, Any]]:

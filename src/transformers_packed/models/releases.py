@@ -5,6 +5,7 @@ adapters to releases of Transformers that lack a part or name it otherwise. Each
 unnecessary. No other module looks for a release, but `Family.is_supported`, or for a private or a missing name.
 """
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -72,6 +73,7 @@ TRAINING = (
     Part("transformers:Trainer._prepare_inputs", "rows of several processes, and tried steps"),
     Part("transformers:Trainer._get_dataloader", "rows of several processes"),
     Part("transformers:Trainer._get_num_items_in_batch", "means over documents"),
+    Part("transformers:Trainer._set_signature_columns_if_needed", "columns that divide rows and trees"),
     Part("transformers:Trainer._get_output_dir", "checkpoints of the `train` command"),
     Part("transformers:Trainer._save_checkpoint", "checkpoints of the `train` command"),
 )
@@ -306,11 +308,20 @@ def has_usual_gate(experts: torch.nn.Module) -> bool:
 COUNT_ITEMS = "_get_num_items_in_batch"
 # Those that make a dataloader and move a batch to the device.
 MAKE_LOADER, PREPARE = "_get_dataloader", "_prepare_inputs"
+# The columns of samples that it does not remove, once it has read them from the model.
+KEPT_COLUMNS = "_signature_columns"
 
 
 def prepare_inputs(trainer: "Trainer", batch: Any) -> Any:
     """Return a batch as a Trainer passes it to its loss: on the device, and with what subclasses add."""
     return trainer._prepare_inputs(batch)
+
+
+def kept_columns(trainer: "Trainer") -> list[str]:
+    """Return the columns of samples that a Trainer does not remove. The Trainer stays as it is."""
+    trainer = copy.copy(trainer)
+    trainer._set_signature_columns_if_needed()
+    return list(getattr(trainer, KEPT_COLUMNS))
 
 
 def rows_per_batch(trainer: "Trainer") -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import is_flash_attention_requested
@@ -100,7 +101,7 @@ def _reasons(trainer: Trainer, mode: str, share_prompts: bool, shares_rows: bool
     if mode == "auto":
         own = ", ".join(overridden(trainer))
         got = f"a custom {own}, which may count samples or read the mask"
-        alone = trainer.args.per_device_train_batch_size == 1 and not is_packed(trainer.train_dataset)
+        alone = trainer.args.per_device_train_batch_size == 1 and not has_packed_rows(trainer)
         alone = alone and not padded and not shares_rows
         one = "per_device_train_batch_size=1, which has no padding to avoid"
         yield from refused(
@@ -188,6 +189,13 @@ def is_sft_trainer(trainer: Trainer) -> bool:
 def is_trl_trainer(trainer: Trainer, *names: str) -> bool:
     """Whether the Trainer is one of these classes of TRL, or a subclass."""
     return any(c.__name__ in names and c.__module__.startswith("trl.") for c in type(trainer).__mro__)
+
+
+def has_packed_rows(trainer: Trainer) -> bool:
+    """Whether the dataset for training has packed rows. The arguments of an SFTTrainer tell it of a stream that TRL packs."""
+    dataset, args = trainer.train_dataset, trainer.args
+    streams = is_sft_trainer(trainer) and isinstance(dataset, IterableDataset) and args.packing
+    return is_packed(dataset) or bool(streams)
 
 
 def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
@@ -326,6 +334,7 @@ def against_removal(trainer: Trainer, mode: str) -> Iterator[ValueError]:
         return
     for dataset in datasets_of(trainer, train=mode != "pack" or is_packed(trainer.train_dataset)):
         sample = first_sample(dataset)
+        # Rows that are lists keep their columns, and the columns of a stream that is read stay.
         if isinstance(dataset, PackingDataset) or not isinstance(sample, Mapping):
             continue
         sample = sample if "seq_lengths" in sample else find_tree(dataset) or {}

@@ -11,9 +11,8 @@ from transformers.utils import logging
 
 from ..data.collator import CausalLabelsCollator, DataCollatorWithFlattening
 from ..data.dataset import PackingDataset, sampled_lengths
-from ..data.documents import is_packed
 from ..data.planning.rows import mean_of_longest
-from ..data.samples import has_items
+from ..data.samples import DIVIDING_COLUMNS, has_items
 from ..data.streaming import IterablePackingDataset
 from ..data.usual_rows import Rows
 from ..errors import count, input_error
@@ -24,7 +23,7 @@ from ..models.float8 import use_float8
 from ..models.inputs import warn_of_rope
 from ..models.mtp_head import head_of
 from ..models.registry import check_patch, inner_model, patch_model, set_switches, transformers_model
-from ..models.releases import COUNT_ITEMS
+from ..models.releases import COUNT_ITEMS, KEPT_COLUMNS, kept_columns
 from ..models.replacements import REPLACEMENTS
 from ..parallel.groups import AttentionMethod, DeltaRuleMethod
 from .callbacks.every_gradient import EveryGradient
@@ -38,6 +37,7 @@ from .checks import (
     against_removal,
     check_cache,
     excludes_graphs,
+    has_packed_rows,
     is_preference_trainer,
     is_sft_trainer,
     isolation,
@@ -275,7 +275,7 @@ def _of_batches(trainer: Trainer, options: Options) -> Setup:
 
 def _of_rows(trainer: Trainer, options: Options) -> Setup:
     """Packed rows for every other Trainer."""
-    args, dataset, packed = trainer.args, trainer.train_dataset, is_packed(trainer.train_dataset)
+    args, dataset, packed = trainer.args, trainer.train_dataset, has_packed_rows(trainer)
     if options.mode == "pack":
         dataset, packed = _packed_dataset(trainer, packed, options), True
     collator = _collator(trainer)
@@ -301,7 +301,7 @@ def _of_rows(trainer: Trainer, options: Options) -> Setup:
     changes += _of_model_init(trainer, tuple(prepare)) + ddp + liger + _of_data(trainer, dataset, packed)
     # A trunk without gradients has no graphs.
     measures = options.cuda_graphs is None and not options.mtp_only
-    changes += _of_callbacks(trainer, dataset, packed, measures, checks)
+    changes += _of_callbacks(trainer, dataset, packed, measures, checks) + _of_columns(trainer)
     mode = "pack" if packed else "padding_free"
     parallel = {"size": options.sequence_parallel_size, **options.methods} if options.shares_rows else None
     done = tuple(prepare), tuple(changes), padded_batches_of(trainer), parallel
@@ -399,6 +399,13 @@ def _of_data(trainer: Trainer, dataset: Any, packed: bool) -> list[Change]:
     for config in (args.accelerator_config, trainer.accelerator.dataloader_config):
         changes += Change.of(config, dispatch_batches=False)
     return changes + Change.of(args, **values)
+
+
+def _of_columns(trainer: Trainer) -> list[Change]:
+    """Let Trainer keep the columns that divide rows and trees. Nobody knows before training whether a stream has them."""
+    if not trainer.args.remove_unused_columns:
+        return []
+    return Change.of(trainer, **{KEPT_COLUMNS: tuple(dict.fromkeys([*kept_columns(trainer), *DIVIDING_COLUMNS]))})
 
 
 def _of_ddp(trainer: Trainer) -> tuple[list[Change], list[EveryGradient]]:

@@ -1,0 +1,132 @@
+"""Streams reach training whole: each sample once and in order, whatever reads it, and however often it can be read."""
+
+from collections import deque
+
+import torch
+from datasets import Dataset, IterableDataset
+from mixins.configure import ConfigureTestCase, said
+from parameterized import parameterized
+
+from transformers_packed import (
+    DataCollatorWithFlattening,
+    IterablePackingDataset,
+    configure_packing,
+)
+from transformers_packed.data.documents import unpacked
+
+
+SIZE, STEPS = 12, 3
+
+
+def make(number):
+    # Longer than what the check before the first step leaves of a sample.
+    tokens = [number % 60 + 1] * (50 + number % 7)
+    return {"input_ids": tokens, "labels": tokens, "number": number}
+
+
+class Queue:
+    """Returns each sample once, whoever asks."""
+
+    def __init__(self):
+        self.left = deque(range(SIZE))
+
+    def __call__(self):
+        while self.left:
+            yield make(self.left.popleft())
+
+    __iter__ = __call__
+
+
+class OwnStream(torch.utils.data.IterableDataset):
+    def __init__(self, source):
+        self.source = source
+
+    def __iter__(self):
+        return iter(self.source)
+
+
+def of_queue():
+    return IterableDataset.from_generator(Queue())
+
+
+STREAMS = {
+    "queue": of_queue,
+    "list": lambda: IterableDataset.from_generator(lambda: map(make, range(SIZE))),
+    "table": lambda: Dataset.from_list(list(map(make, range(SIZE)))).to_iterable_dataset(),
+    "mapped": lambda: of_queue().map(lambda sample: {**sample, "more": 1}),
+    "filtered": lambda: of_queue().filter(lambda sample: sample["number"] >= 0),
+    "shuffled": lambda: of_queue().shuffle(seed=0, buffer_size=8),
+    "own": lambda: OwnStream(list(map(make, range(SIZE)))),
+    "own_queue": lambda: OwnStream(Queue()),
+}
+_ENDS = [{"input_ids": tokens, "labels": [-100, *tokens[1:]]} for tokens in ([6, 7, 8], [9, 2, 3, 4])]
+DIVIDED = {
+    "rows": [{"input_ids": list(range(1, 10)), "labels": list(range(1, 10)), "seq_lengths": [2, 3, 4]}],
+    "trees": [{"input_ids": [5, 1], "labels": [-100, -100], "turns": _ENDS}],
+    "groups": [{"prefix": [5, 1], "answers": _ENDS}],
+}
+MODES = {"auto": ("auto", None), "padding_free": ("padding_free", None), "pack": (True, 128)}
+
+
+class Recorder(DataCollatorWithFlattening):
+    """Notes the numbers of the samples that are read for training."""
+
+    def __init__(self):
+        super().__init__(on_leak="ignore", return_cu_seqlens=True, return_seq_idx=True)
+        self.seen = []
+
+    def __call__(self, features, **kwargs):
+        for feature in features:
+            for sample in feature if isinstance(feature, list) else [feature]:
+                if len(sample["input_ids"]) >= 50:
+                    self.seen.append(sample["number"])
+        return super().__call__(features, **kwargs)
+
+
+class StreamsTest(ConfigureTestCase):
+    @parameterized.expand([(s, m, v) for s in STREAMS for m in MODES for v in (True, False)])
+    def test_each_sample_once(self, stream, mode, verify):
+        args = {"remove_unused_columns": False, "max_steps": STEPS, "per_device_train_batch_size": 4}
+        args["per_device_train_batch_size"] //= 1 + (mode == "pack")
+        trainer = self.trainer(dataset=STREAMS[stream](), collator=Recorder(), args=args)
+        output, _ = said(configure_packing, trainer, *MODES[mode], verify=verify)
+        self.assertNotIn("Packing off", output)
+        said(trainer.train)
+        samples = list(STREAMS[stream]())
+        rows = IterablePackingDataset(samples, 128) if mode == "pack" else [samples]
+        self.assertEqual(trainer.data_collator.seen, [sample["number"] for row in rows for sample in row])
+        self.assertEqual(sorted(trainer.data_collator.seen), list(range(SIZE)))
+        self.assertEqual(trainer.state.global_step, STEPS)
+
+    @parameterized.expand([(names, known) for names in ("rows", "trees", "groups") for known in (True, False)])
+    def test_trainer_keeps_the_columns_that_divide_rows_and_trees(self, kind, known):
+        """No sample is read before training, so none tells that the columns are there."""
+        table = Dataset.from_list(DIVIDED[kind])
+        stream = table.to_iterable_dataset() if known else OwnStream(DIVIDED[kind])
+        trainer = self.trainer(dataset=stream, args={"max_steps": 1})
+        said(configure_packing, trainer, "padding_free")
+        batch = next(iter(trainer.get_train_dataloader()))
+        self.assertEqual(batch["cu_seq_lens_q" if kind == "rows" else "cu_seqlens"].tolist(), [0, 2, 5, 9])
+        said(trainer.train)
+        self.assertEqual(trainer.state.global_step, 1)
+
+    @parameterized.expand(STREAMS)
+    def test_evaluation_reads_each_sample_once(self, stream):
+        self.assertEqual(
+            [sample["number"] for sample in unpacked(STREAMS[stream]())],
+            [sample["number"] for sample in STREAMS[stream]()],
+        )
+
+    def test_a_stream_that_trl_packs(self):
+        """Only the arguments tell that its rows are packed. A batch of one row then has no padding to avoid."""
+        trainer = self.build("sft", packing=True, max_length=64, per_device_train_batch_size=1)
+        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset().map(lambda row: row)
+        output, _ = said(configure_packing, trainer)
+        self.assertIn("Packing on", output)
+        self.assertEqual((trainer.args.packing, trainer.args.padding_free), (True, True))
+
+
+if __name__ == "__main__":
+    import unittest
+
+    unittest.main()
