@@ -1,11 +1,13 @@
 """Streams reach training whole: each sample once and in order, whatever reads it, and however often it can be read."""
 
 from collections import deque
+from unittest import mock
 
 import torch
 from datasets import Dataset, IterableDataset
 from mixins.configure import ConfigureTestCase, said
 from parameterized import parameterized
+from transformers import TrainerCallback, set_seed
 
 from transformers_packed import (
     DataCollatorWithFlattening,
@@ -13,6 +15,7 @@ from transformers_packed import (
     configure_packing,
 )
 from transformers_packed.data.documents import unpacked
+from transformers_packed.training.callbacks import verify
 
 
 SIZE, STEPS = 12, 3
@@ -65,6 +68,18 @@ DIVIDED = {
     "trees": [{"input_ids": [5, 1], "labels": [-100, -100], "turns": _ENDS}],
     "groups": [{"prefix": [5, 1], "answers": _ENDS}],
 }
+
+
+class Hooks(TrainerCallback):
+    """Notes each forward from the beginning of training on."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def on_train_begin(self, *args, model=None, **kwargs):
+        model.register_forward_hook(lambda *call: self.calls.append(len(call)))
+
+
 MODES = {"auto": ("auto", None), "padding_free": ("padding_free", None), "pack": (True, 128)}
 
 
@@ -85,11 +100,11 @@ class Recorder(DataCollatorWithFlattening):
 
 class StreamsTest(ConfigureTestCase):
     @parameterized.expand([(s, m, v) for s in STREAMS for m in MODES for v in (True, False)])
-    def test_each_sample_once(self, stream, mode, verify):
+    def test_each_sample_once(self, stream, mode, verifies):
         args = {"remove_unused_columns": False, "max_steps": STEPS, "per_device_train_batch_size": 4}
         args["per_device_train_batch_size"] //= 1 + (mode == "pack")
         trainer = self.trainer(dataset=STREAMS[stream](), collator=Recorder(), args=args)
-        output, _ = said(configure_packing, trainer, *MODES[mode], verify=verify)
+        output, _ = said(configure_packing, trainer, *MODES[mode], verify=verifies)
         self.assertNotIn("Packing off", output)
         said(trainer.train)
         samples = list(STREAMS[stream]())
@@ -124,6 +139,34 @@ class StreamsTest(ConfigureTestCase):
         output, _ = said(configure_packing, trainer)
         self.assertIn("Packing on", output)
         self.assertEqual((trainer.args.packing, trainer.args.padding_free), (True, True))
+
+    @parameterized.expand([(stream, mode) for stream in ("queue", "own_queue") for mode in MODES])
+    def test_the_first_batch_is_verified_and_leaves_no_trace(self, stream, mode):
+        found = []
+        for verifies in (True, False):
+            set_seed(0)
+            args = {"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1}
+            trainer = self.trainer(dataset=STREAMS[stream](), args=args)
+            said(configure_packing, trainer, *MODES[mode], verify=verifies)
+            hooked = []
+            trainer.add_callback(Hooks(hooked))
+            output, _ = said(trainer.train)
+            self.assertEqual("Verified packing on" in output, verifies, output)
+            counted = [(log["documents_per_row"], log["loss"]) for log in trainer.state.log_history if "loss" in log]
+            found.append((counted, len(hooked), [x.tolist() for x in trainer.model.parameters()]))
+        self.assertEqual(*found)
+
+    @parameterized.expand(MODES)
+    def test_a_difference_in_the_first_batch_stops_training(self, mode):
+        """Also in the automatic mode: what watches training has begun with packed rows."""
+        trainer = self.trainer(dataset=STREAMS["queue"]())
+        said(configure_packing, trainer, *MODES[mode])
+        with (
+            mock.patch.object(verify, "leak_between", return_value=1.0),
+            self.assertRaisesRegex(ValueError, "gradient"),
+        ):
+            said(trainer.train)
+        self.assertEqual(trainer.state.global_step, 0)
 
 
 if __name__ == "__main__":

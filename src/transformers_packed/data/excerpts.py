@@ -31,12 +31,9 @@ def excerpts(dataset: Any, lengths: tuple[int, ...]) -> tuple[list, str | None]:
 
     Each document has a target. The dataset may be inside those of accelerate, and have samples or packed rows.
     """
-    while type(dataset).__module__.startswith("accelerate.") and hasattr(dataset, "dataset"):
-        dataset = dataset.dataset
-    if isinstance(dataset, PackingDataset | IterablePackingDataset):
-        dataset = dataset.dataset
+    dataset = source_of(dataset)
     if not has_items(dataset):
-        return [], "samples come from a stream, which only training reads"
+        return [], "workers of the data loader read the stream of samples"
     documents: list = []
     for document in chain.from_iterable(map(documents_of, some_samples(dataset, _LOOKED_AT))):
         if is_tree(document):
@@ -47,6 +44,13 @@ def excerpts(dataset: Any, lengths: tuple[int, ...]) -> tuple[list, str | None]:
         if len(documents) == len(lengths):
             break
     return documents, None if len(documents) > 1 else "fewer than two samples have a target"
+
+
+def source_of(dataset: Any) -> Any:
+    """The dataset inside of those of accelerate and of those that pack."""
+    while type(dataset).__module__.startswith("accelerate.") and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return dataset.dataset if isinstance(dataset, PackingDataset | IterablePackingDataset) else dataset
 
 
 def cut_around_target(sample: Mapping[str, Any], length: int) -> Mapping[str, Any]:

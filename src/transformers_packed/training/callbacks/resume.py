@@ -172,11 +172,11 @@ class PackingStateCallback(TrainerCallback, ExportableState):
 class _StatesPutIn:
     """A collator that adds the state of the dataset right after the batch."""
 
-    def __init__(self, collate: Any, dataset: IterablePackingDataset):
-        self.collate, self.dataset = collate, dataset
+    def __init__(self, collate_fn: Any, dataset: IterablePackingDataset):
+        self.collate_fn, self.dataset = collate_fn, dataset
 
     def __call__(self, rows: list) -> dict:
-        return {**self.collate(rows), _KEY: json.dumps(self.dataset.state_dict())}
+        return {**self.collate_fn(rows), _KEY: json.dumps(self.dataset.state_dict())}
 
 
 def _turns(loader: Any, next_worker: int) -> Iterator[tuple[dict, dict]]:

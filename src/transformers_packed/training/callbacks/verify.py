@@ -21,6 +21,7 @@ Weights, gradients, random states, and what the Trainer, its modules and its dat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -68,6 +69,7 @@ from ..state import DATA, State
 from ..steps import SCORES, Row, loss_of, scores_of, step_of_parts, whole_rows
 from ..typed import Trainer
 from ..warm_up import make_row
+from .first_batch import FirstBatch
 from .warm_up import WarmUpCallback, evaluates
 
 
@@ -104,6 +106,12 @@ class VerifyCallback(TrainerCallback):
         trainer, key = self.trainer, (id(self.trainer.model), id(self.trainer.train_dataset))
         if self._verified == key or state.global_step >= state.max_steps:
             return
+        if self._reason() is None and FirstBatch.put_in(trainer, train_dataloader, partial(self._check, key)):
+            return
+        self._check(key, train_dataloader)
+
+    def _check(self, key: tuple, train_dataloader: Any) -> None:
+        trainer, args = self.trainer, self.trainer.args
         start = time.perf_counter()
         difference: DifferenceError | None = None
         try:
@@ -158,6 +166,8 @@ class VerifyCallback(TrainerCallback):
         )
         # A collator that the user has set since may contain ours, and loaders of shared rows give each to several processes.
         explicit = setup.options.mode != "auto" or setup.options.trains_mtp or setup.options.shares_rows
+        # Training has begun with the first batch.
+        explicit = explicit or isinstance(loader, FirstBatch)
         if explicit or trainer.data_collator is not ours:
             raise difference
         callbacks = trainer.callback_handler.callbacks
