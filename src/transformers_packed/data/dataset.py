@@ -482,8 +482,13 @@ def _load(path: Path) -> PackingPlan | None:
 
 
 def shuffles(loader: Any) -> bool:
-    """Whether a data loader draws its indices at random. Looks inside accelerate's wrappers of the sampler."""
-    sampler = loader
-    while sampler is not None and not isinstance(sampler, RandomSampler):
-        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-    return sampler is not None
+    """Whether a data loader draws its indices at random."""
+    return isinstance(sampler_of(loader), RandomSampler)
+
+
+def sampler_of(loader: Any) -> Any:
+    """The sampler of a data loader, inside of those that make batches and those of accelerate, or `None` without one."""
+    found, inside = None, loader
+    while inside is not None:
+        found, inside = inside, getattr(inside, "batch_sampler", None) or getattr(inside, "sampler", None)
+    return None if found is loader else found

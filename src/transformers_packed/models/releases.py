@@ -73,6 +73,7 @@ TRAINING = (
     Part("transformers:Trainer._prepare_inputs", "rows of several processes, and tried steps"),
     Part("transformers:Trainer._get_dataloader", "rows of several processes"),
     Part("transformers:Trainer._get_num_items_in_batch", "means over documents"),
+    Part("transformers:Trainer._get_train_sampler", "samplers of the user"),
     Part("transformers:Trainer._set_signature_columns_if_needed", "columns that divide rows and trees"),
     Part("transformers:Trainer._get_output_dir", "checkpoints of the `train` command"),
     Part("transformers:Trainer._save_checkpoint", "checkpoints of the `train` command"),
@@ -308,6 +309,8 @@ def has_usual_gate(experts: torch.nn.Module) -> bool:
 COUNT_ITEMS = "_get_num_items_in_batch"
 # Those that make a dataloader and move a batch to the device.
 MAKE_LOADER, PREPARE = "_get_dataloader", "_prepare_inputs"
+# That which makes the sampler of its dataset.
+MAKE_SAMPLER = "_get_train_sampler"
 # The columns of samples that it does not remove, once it has read them from the model.
 KEPT_COLUMNS = "_signature_columns"
 

@@ -20,14 +20,14 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import PackingDataset, find_tree, find_unusable
 from ..data.documents import first_sample, is_packed
-from ..data.samples import ANSWERS, PREFIX, TOKEN_TYPES, TURNS, VISION_COLUMNS, is_tree
+from ..data.samples import ANSWERS, PREFIX, TOKEN_TYPES, TURNS, VISION_COLUMNS, has_items, is_tree
 from ..data.trees import nodes_of
 from ..errors import input_error
 from ..models.adapters import adapter_per_row
 from ..models.families import LANGUAGE_MODELS, families_of, family_of, titles
 from ..models.family import INDEXER_UNDER_ZERO_3, PATCHED, Mixers, Own, Unpacked
 from ..models.registry import check_patch, inner_model, transformers_model
-from ..models.releases import has_images
+from ..models.releases import MAKE_SAMPLER, has_images
 from ..models.sizes import sizes_for_ops
 from ..models.verdict import (
     SEPARATE,
@@ -51,6 +51,9 @@ _PADDED = "Train on padded batches."
 _MODEL, _FOREIGN = "a causal language model of Transformers", "which is not a Transformers model"
 _PACKS = f"a model that packs padded batches ({titles()})"
 _SDPA = 'attn_implementation="sdpa"'
+# What planned rows need, and what to do otherwise.
+ROWS = "a sampler of packed rows"
+KEEPS_SAMPLERS = 'Pass packing="padding_free", whose batches have the samples of any sampler.'
 # TRL's trainers of preferences and of reinforcement learning, which build padded batches of pairs or groups.
 PREFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 # Packages whose Trainers are known to train packed rows correctly, and one whose decorators they use.
@@ -121,10 +124,13 @@ def _of_mode(trainer: Trainer, mode: str, padded: bool) -> Iterator[ValueError]:
     switch, on = "TRANSFORMERS_PACKED_DISABLE_AUTO", 'Unset it, or pass packing="padding_free".'
     whole = f"whole batches of {type(trainer).__name__}"
     fix = 'Pass packing="padding_free". The model then packs each batch.'
+    sampler = plans_rows(trainer, mode) and overridden(trainer, MAKE_SAMPLER)
+    samples = f"a custom {MAKE_SAMPLER}, which numbers samples"
     yield from refused(
         (mode == "auto" and os.environ.get(switch) == "1", f"no {switch}", f"{switch} is set", on),
         (mode == "pack" and padded, f"{whole}, whose rows belong together", "packing=True", fix),
         (mode == "pack" and trainer.train_dataset is None, "a train_dataset to pack", "none", ""),
+        (sampler, ROWS, samples, KEEPS_SAMPLERS),
     )
 
 
@@ -189,6 +195,12 @@ def is_sft_trainer(trainer: Trainer) -> bool:
 def is_trl_trainer(trainer: Trainer, *names: str) -> bool:
     """Whether the Trainer is one of these classes of TRL, or a subclass."""
     return any(c.__name__ in names and c.__module__.startswith("trl.") for c in type(trainer).__mro__)
+
+
+def plans_rows(trainer: Trainer, mode: str) -> bool:
+    """Whether the dataset becomes planned rows. Everything that numbers samples would number rows then."""
+    dataset = trainer.train_dataset
+    return mode == "pack" and has_items(dataset) and not is_packed(dataset)
 
 
 def has_packed_rows(trainer: Trainer) -> bool:

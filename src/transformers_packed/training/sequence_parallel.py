@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import find_tree
-from ..data.documents import is_packed
 from ..data.samples import has_items
 from ..errors import input_error
 from ..models.families import sizes_of
@@ -27,7 +26,7 @@ from ..models.registry import inner_model, transformers_model
 from ..models.releases import COUNT_ITEMS, MAKE_LOADER, PREPARE, is_rebalancing
 from ..parallel import RowShard, shard_batch
 from ..parallel.groups import check_methods, check_names, check_size, is_size
-from .checks import datasets_of, is_preference_trainer, of_devices, refused
+from .checks import datasets_of, is_preference_trainer, of_devices, plans_rows, refused
 from .typed import Trainer
 
 
@@ -242,8 +241,10 @@ def _of_reading(trainer: Trainer, mode: str) -> Iterator[ValueError]:
     """Reasons why the processes of a group would read different rows."""
     if not all(map(has_items, datasets_of(trainer))):
         yield _of_stream()
-    plans = mode == "pack" and not is_packed(trainer.train_dataset)
-    if not plans and getattr(trainer.args, "train_sampling_strategy", "random") == "batch_rebalance":
+    if (
+        not plans_rows(trainer, mode)
+        and getattr(trainer.args, "train_sampling_strategy", "random") == "batch_rebalance"
+    ):
         yield _of_sampler('train_sampling_strategy="batch_rebalance"')
 
 

@@ -436,7 +436,8 @@ def _of_callbacks(trainer: Trainer, dataset: Any, packed: bool, measures: bool, 
     # Kernels are compiled before a row is measured.
     first = [callback for callback in handler.callbacks if type(callback) is WarmUpCallback]
     first += [GraphsCallback(trainer)] if measures else []
-    planned = [PackingPlanCallback()] if isinstance(dataset, PackingDataset) else []
+    ours_planned = dataset is not trainer.train_dataset
+    planned = [PackingPlanCallback(ours_planned)] if isinstance(dataset, PackingDataset) else []
     # Metrics come before others, so that reporting callbacks find them in the log.
     metrics = PackingMetricsCallback(trainer, row_tokens=row_tokens)
     callbacks = [*first, metrics, *others, *planned, ahead, DocumentNoise(), WeightsCallback(), *checks]

@@ -23,9 +23,10 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
-from ...data.dataset import shuffles
+from ...data.dataset import sampler_of, shuffles
 from ...data.streaming import IterablePackingDataset
 from ...errors import input_error
+from ..checks import KEEPS_SAMPLERS, ROWS
 
 
 logger = logging.get_logger(__name__)
@@ -34,17 +35,22 @@ _KEY = "packing_state"
 
 
 class PackingPlanCallback(TrainerCallback, ExportableState):
-    """Refuses to resume a run with other rows than those of its checkpoint. [`configure_packing`] adds it.
+    """Refuses other rows than those of the plan, or of the checkpoint to resume. [`configure_packing`] adds it.
 
     Rows are the same for another number of processes if a step has as many rows as before. The fingerprint of the
     [`PackingDataset`]'s plan is part of `trainer_state.json`. With `ignore_data_skip=True`, which reads the data from
     the beginning, nothing is compared.
 
+    Args:
+        planned (`bool`, *optional*, defaults to `False`):
+            Whether the rows were planned after the Trainer was built. Its sampler may then number samples.
+
     Raises:
         `ValueError`: raised in `train()` if rows would be trained on twice or never.
     """
 
-    def __init__(self):
+    def __init__(self, planned: bool = False):
+        self.planned = planned
         self.saved: dict | None = None
 
     def state(self) -> dict:
@@ -52,6 +58,10 @@ class PackingPlanCallback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"saved": self.saved}}
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        sampler = sampler_of(train_dataloader)
+        source = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
+        if self.planned and sampler is not None and source is not train_dataloader.dataset:
+            raise input_error(ROWS, f"{type(sampler).__name__}, which numbers samples", KEEPS_SAMPLERS)
         self.saved = self._rows(args, train_dataloader)
         # Trainer fails to save a state that the checkpoint lacks.
         found = state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {"saved": None}})
