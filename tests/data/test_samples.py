@@ -198,7 +198,6 @@ def change(**columns):
 # Name, change of sample 3, and the message. The samples have 5 tokens.
 UNUSABLE = [
     ("numbered_mask", change(attention_mask=[1, 1, 2, 2, 0]), "attention_mask of 0 and 1 in sample 3, got 2"),
-    ("missing_mask", change(attention_mask=None), "attention_mask without missing values in sample 3, got None"),
     ("hole_in_the_mask", change(attention_mask=[1, None, 1, 1, 1]), "attention_mask .* in sample 3, got None"),
     (
         "short_mask",

@@ -270,7 +270,11 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
     padded = list_lengths(dataset.data.column("input_ids"))
     real = None
     if MASK in dataset.column_names and padded.sum() != lengths.sum():
-        real = pa.concat_arrays([chunk.flatten() for chunk in dataset.data.column(MASK).chunks]).cast(pa.bool_())
+        given = dataset.data.column(MASK)
+        values_given = pa.concat_arrays([chunk.flatten() for chunk in given.chunks]).cast(pa.bool_())
+        is_real = np.ones(padded.sum(), bool)
+        is_real[np.repeat(list_lengths(given) >= 0, padded)] = values_given.to_numpy(zero_copy_only=False)
+        real = pa.array(is_real)
     columns = _per_token_columns(dataset, padded)
     values, kinds = {}, {}
     for name, table in columns.items():
@@ -307,6 +311,9 @@ def _per_token_columns(dataset: Any, lengths: np.ndarray) -> dict[str, Any]:
     for name in dataset.column_names:
         column = dataset.data.column(name)
         sizes = list_lengths(column) if is_list(column) else None
+        if name == MASK and column.null_count:
+            # Rows have real tokens only.
+            continue
         fits = np.zeros(len(lengths), bool) if sizes is None else sizes == lengths
         if fits.all():
             columns[name] = column

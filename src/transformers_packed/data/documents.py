@@ -14,19 +14,24 @@ from torch.utils.data import Dataset, IterableDataset
 from ..boundaries import SequenceBoundaries
 from .collator import DataCollatorWithFlattening
 from .dataset import PackingDataset
-from .samples import IGNORED_LABEL, documents_of, has_items, some_samples
+from .samples import IGNORED_LABEL, documents_of, has_items, is_row, some_samples
 from .streaming import IterablePackingDataset
+from .tables import columns_of, with_lists
 
 
 def is_packed(dataset: Any) -> bool:
     """Whether the dataset already has packed rows: lists of samples, or samples in one with their lengths."""
     if isinstance(dataset, PackingDataset | IterablePackingDataset):
         return True
-    sample = first_sample(dataset)
-    if sample is None:
+    if not has_items(dataset):
         # A stream of datasets may know its columns.
         return "seq_lengths" in (getattr(dataset, "column_names", None) or ())
-    return isinstance(sample, list) or "seq_lengths" in sample
+    columns = columns_of(dataset)
+    if columns is not None:
+        return "seq_lengths" in columns and bool(with_lists(dataset, columns["seq_lengths"]))
+    # Those of a concatenation differ at its ends.
+    samples = dataset if isinstance(dataset, list | tuple) else some_samples(dataset, 2)
+    return any(isinstance(sample, list) or is_row(sample) for sample in samples)
 
 
 def first_sample(dataset: Any) -> Mapping[str, Any] | None:
@@ -57,7 +62,7 @@ class Documents(Dataset):
         if (plan := getattr(rows, "plan", None)) is not None:
             counts = plan.documents_per_row
         elif hasattr(rows, "column_names"):
-            counts = [len(lengths) for lengths in rows["seq_lengths"]]
+            counts = [1 if lengths is None else len(lengths) for lengths in rows["seq_lengths"]]
         else:
             counts = [sum(1 for _ in documents_of(row)) for row in rows]
         self.rows, self.ends = rows, np.cumsum(counts)

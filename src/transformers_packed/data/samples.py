@@ -2,6 +2,9 @@
 
 A sample consists of its real tokens. Tokens with an `attention_mask` of 0 are padding: they count nowhere, and no row
 holds them. Every reader of samples applies [`real_sample`] first.
+
+A column that is `None` is absent ([`present`]), as in a table of several kinds of samples, which has all of their columns.
+This excludes `input_ids` and `labels`: all tokens of a sample without labels are targets, so a missing value is an error.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +29,8 @@ VISION_COLUMNS = tuple(name for _, *names in VISION_KINDS.values() for name in n
 MASK = "attention_mask"
 # The samples that continue a sample (`data/trees.py`), those of a group, and the tokens that these continue.
 TURNS, ANSWERS, PREFIX = "turns", "answers", "prefix"
+# Columns that are never absent by a missing value.
+_NEEDED = ("input_ids", "labels")
 # The columns that divide rows and trees.
 DIVIDING_COLUMNS = ("seq_lengths", TURNS, ANSWERS, PREFIX)
 # Columns that always have one value per token. Labels may also be one number.
@@ -54,13 +59,30 @@ def some_samples(dataset: Any, number: int) -> Iterable:
     return (dataset[index] for index in spread(len(dataset), number)) if has_items(dataset) else ()
 
 
+def present(sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The columns that a sample has. If none is missing, the sample itself is returned.
+
+    Example:
+
+    ```python
+    >>> from transformers_packed.data.samples import present
+    >>> present({"input_ids": [6, 7], "attention_mask": None, "labels": None})
+    {'input_ids': [6, 7], 'labels': None}
+
+    ```
+    """
+    if all(column is not None or name in _NEEDED for name, column in sample.items()):
+        return sample
+    return {name: column for name, column in sample.items() if column is not None or name in _NEEDED}
+
+
 def documents_of(element: Any) -> Iterator[Mapping[str, Any]]:
     """The samples of one batch element: a sample or tree, or a row (a list of them, or samples joined by `seq_lengths`)."""
     if isinstance(element, list | tuple):
         for sample in element:
             yield from documents_of(sample)
-    elif isinstance(element, Mapping) and "seq_lengths" in element and "input_ids" in element:
-        columns = {name: column for name, column in element.items() if name != "seq_lengths"}
+    elif is_row(element):
+        columns = {name: column for name, column in present(element).items() if name != "seq_lengths"}
         lengths, total = as_list(element["seq_lengths"]), len(columns["input_ids"])
         if sum(lengths) != total:
             fix = "Pass the rows unchanged, as pack_dataset returns them."
@@ -68,13 +90,19 @@ def documents_of(element: Any) -> Iterator[Mapping[str, Any]]:
         for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
             yield cut_sample(columns, start, length)
     else:
-        yield element
+        yield present(element) if isinstance(element, Mapping) else element
+
+
+def is_row(element: Any) -> bool:
+    """Whether a batch element is a row of samples joined by `seq_lengths`."""
+    names = "seq_lengths", "input_ids"
+    return isinstance(element, Mapping) and all(element.get(name) is not None for name in names)
 
 
 def is_tree(sample: Mapping[str, Any]) -> bool:
     """Whether a sample is a tree or a group of samples. Other columns "turns", as of messages, are the user's."""
-    if "input_ids" not in sample:
-        return ANSWERS in sample and PREFIX in sample
+    if sample.get("input_ids") is None:
+        return sample.get(ANSWERS) is not None and sample.get(PREFIX) is not None
     turns = as_list(sample.get(TURNS))
     return isinstance(turns, list | tuple) and any(map(_is_turn, turns))
 
@@ -90,9 +118,9 @@ def count_targets(labels: np.ndarray) -> int:
 
 
 def real_sample(sample: Mapping[str, Any], index: int | None = None) -> Mapping[str, Any]:
-    """A sample without its masked tokens, in every column with one value per token.
+    """A sample without its masked tokens, in every column with one value per token, and without missing columns.
 
-    If no token is masked, the sample itself is returned. A warning notes masked tokens with a label.
+    If there are none, the sample itself is returned. A warning notes masked tokens with a label.
 
     Args:
         sample (`Mapping`):
@@ -113,6 +141,7 @@ def real_sample(sample: Mapping[str, Any], index: int | None = None) -> Mapping[
 
     ```
     """
+    sample = present(sample)
     mask = _padding_mask(sample, index)
     if mask is None:
         return sample
@@ -127,7 +156,7 @@ def real_sample(sample: Mapping[str, Any], index: int | None = None) -> Mapping[
 
 def real_length(sample: Mapping[str, Any], index: int | None = None) -> int:
     """The number of real tokens of a sample. Raises the errors of [`real_sample`]."""
-    mask = _padding_mask(sample, index)
+    mask = _padding_mask(present(sample), index)
     return len(sample["input_ids"]) if mask is None else mask.count(1)
 
 
@@ -208,6 +237,7 @@ def has_tokens(index: int, sample: Mapping[str, Any]) -> bool:
 
 def check_lengths(index: int | None, sample: Mapping[str, Any], names: tuple[str, ...] = ()) -> None:
     """Raise a `ValueError` if per-token columns, also those in `names`, do not have the length of `input_ids`."""
+    sample = present(sample)
     columns = {name: sample[name] for name in (*TOKEN_COLUMNS, *names) if name in sample}
     refuse_missing(index, columns, values=False)
     length = len(columns["input_ids"])
@@ -220,6 +250,7 @@ def check_sample(index: int, sample: Mapping[str, Any]) -> None:
     """Raise a `ValueError` that names the sample and the reason if the collator cannot use it."""
     real = real_sample(sample, index)
     check_lengths(index, sample)
+    sample = present(sample)
     refuse_missing(index, {name: sample[name] for name in TOKEN_COLUMNS if name in sample})
     has_tokens(index, real)
     check_one_document(index, real)

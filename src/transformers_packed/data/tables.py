@@ -10,12 +10,16 @@ from .samples import MASK, TOKEN_COLUMNS, TURNS
 
 
 def columns_of(dataset: Any) -> dict[str, Any] | None:
-    """The columns in the table of a `datasets.Dataset` that its samples have; `None` for any other dataset."""
+    """The columns in the table of a `datasets.Dataset` that its samples have; `None` for any other dataset.
+
+    A column in which all values are missing is left out, but not `labels`, whose missing values are an error.
+    """
     table = getattr(getattr(dataset, "data", None), "table", None)
     # A transform may change the samples when it runs.
     if table is None or dataset.format["type"] == "custom":
         return None
-    return {name: table.column(name) for name in table.column_names if name in dataset.format["columns"]}
+    columns = {name: table.column(name) for name in table.column_names if name in dataset.format["columns"]}
+    return {name: column for name, column in columns.items() if name == "labels" or column.null_count < len(column)}
 
 
 def table_lengths(dataset: Any) -> np.ndarray | None:
@@ -29,7 +33,8 @@ def table_lengths(dataset: Any) -> np.ndarray | None:
     elif MASK in columns:
         padding = _count_in_lists(columns[MASK], lambda x: _numbers(x) == 0)
         other = _count_in_lists(columns[MASK], lambda x: (_numbers(x) != 0) & (_numbers(x) != 1))
-        fits = (list_lengths(columns[MASK]) == lengths) & (other == 0)
+        masked = list_lengths(columns[MASK])
+        fits = (masked == lengths) & (other == 0) | (masked < 0)
         lengths = np.where(fits, lengths - padding, -1)
     if TURNS in columns and _holds_turns(columns[TURNS]):
         lengths = np.where(list_lengths(columns[TURNS]) > 0, -1, lengths)
@@ -49,8 +54,9 @@ def suspects(dataset: Any) -> list[int]:
     wrong, sizes = lengths < 0, list_lengths(columns["input_ids"])
     for name in TOKEN_COLUMNS:
         if name in columns and is_list(columns[name]):
-            holes = _count_in_lists(columns[name], _is_null)
-            wrong |= _of_samples(dataset, (list_lengths(columns[name]) != sizes) | (holes > 0))
+            holes, found = _count_in_lists(columns[name], _is_null), list_lengths(columns[name])
+            absent = (found < 0) & (name not in ("input_ids", "labels"))
+            wrong |= _of_samples(dataset, (found != sizes) & ~absent | (holes > 0))
         elif name in columns:
             wrong |= _of_samples(dataset, columns[name].is_null().to_numpy()) | (lengths == 0)
     return np.flatnonzero(wrong).tolist()

@@ -35,6 +35,7 @@ from .samples import (
     is_number,
     is_tree,
     place,
+    present,
     real_length,
     real_sample,
 )
@@ -51,13 +52,14 @@ def nodes_of(samples: Iterable[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
     parents: list[Parent] = []
     for sample in samples:
         waiting: list[tuple[Mapping[str, Any], Parent]] = [(sample, None)]
-        if is_tree(sample) and "input_ids" not in sample:
+        if is_tree(sample) and sample.get("input_ids") is None:
             prefix = _prefix_of(sample)
             waiting = [(answer, prefix) for answer in reversed(_samples_in(sample, ANSWERS))]
             if not waiting:
                 raise input_error("at least one answer in a group", "none", "Remove such groups from the dataset.")
         while waiting:
             node, parent = waiting.pop()
+            node = present(node)
             if parent is not None or is_tree(node):
                 waiting += [(turn, len(nodes)) for turn in reversed(_samples_in(node, TURNS))]
                 node = {name: column for name, column in node.items() if name != TURNS}
@@ -124,7 +126,7 @@ def _prefix_of(group: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _samples_in(node: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     samples = as_list(node.get(name))
-    if samples is None:  # as in a table, for a node without turns
+    if samples is None:
         return []
     if not isinstance(samples, list | tuple):
         raise input_error(f"{name} as a list of samples", type(samples).__name__)

@@ -23,7 +23,7 @@ _FIX = "Pass the row unchanged."
 
 def is_trl_row(element: Any) -> bool:
     """Whether a batch element is such a row."""
-    return isinstance(element, Mapping) and _SEGMENTS[0] in element
+    return isinstance(element, Mapping) and element.get(_SEGMENTS[0]) is not None
 
 
 def read_trl_row(row: Mapping[str, Any]) -> tuple[SequenceBoundaries, list[int], dict[str, torch.Tensor]]:

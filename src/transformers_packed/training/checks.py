@@ -20,7 +20,8 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import PackingDataset, find_tree, find_unusable
 from ..data.documents import first_sample, is_packed
-from ..data.samples import ANSWERS, PREFIX, TOKEN_TYPES, TURNS, VISION_COLUMNS, has_items, is_tree
+from ..data.samples import ANSWERS, PREFIX, TOKEN_TYPES, TURNS, VISION_COLUMNS, has_items, is_tree, present
+from ..data.tables import columns_of
 from ..data.trees import nodes_of
 from ..errors import input_error
 from ..models.adapters import adapter_per_row
@@ -345,12 +346,14 @@ def against_removal(trainer: Trainer, mode: str) -> Iterator[ValueError]:
     if not trainer.args.remove_unused_columns or is_sft_trainer(trainer):
         return
     for dataset in datasets_of(trainer, train=mode != "pack" or is_packed(trainer.train_dataset)):
-        sample = first_sample(dataset)
-        # Rows that are lists keep their columns, and the columns of a stream that is read stay.
-        if isinstance(dataset, PackingDataset) or not isinstance(sample, Mapping):
+        # Rows that are lists keep their columns, and so does a stream that is trained on.
+        if isinstance(dataset, PackingDataset) or not isinstance(first_sample(dataset), Mapping):
             continue
-        sample = sample if "seq_lengths" in sample else find_tree(dataset) or {}
-        name = next((name for name in ("seq_lengths", TURNS, ANSWERS) if name in sample), None)
+        tree = find_tree(dataset) or {}
+        names = ["seq_lengths"] * is_packed(dataset) + [
+            name for name in (TURNS, ANSWERS) if tree.get(name) is not None
+        ]
+        name = next(iter(names), None)
         got = f"remove_unused_columns=True, which removes the column {name}"
         fix = "Set remove_unused_columns=False."
         yield from refused((name, "a Trainer that keeps the columns of rows and trees", got, fix))
@@ -372,7 +375,8 @@ def _of_samples(trainer: Trainer) -> Iterator[ValueError]:
         got = f"columns {sorted(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
         fix = "Tokenize the dataset first. TRL's SFTTrainer does."
         yield input_error("a train_dataset of tokenized samples", f"samples without input_ids: {got}", fix)
-    one = any(name in sample and np.ndim(sample[name]) == 0 for name in ("labels", "label", "label_ids"))
+    given = [sample[name] for name in ("labels", "label", "label_ids") if sample.get(name) is not None]
+    one = any(np.ndim(labels) == 0 for labels in given)
     none = not _is_labelled(sample) and not type(trainer.data_collator).__name__.endswith(_LABELLING)
     fix = "Add a labels column, or pass DataCollatorForLanguageModeling(tokenizer, mlm=False)."
     yield from refused(
@@ -395,7 +399,10 @@ def _of_columns(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterat
     sample = first_sample(trainer.train_dataset)
     if sample is None or is_sft_trainer(trainer) or isinstance(trainer.data_collator, DataCollatorWithFlattening):
         return
-    columns = set(sample) - ({TURNS, ANSWERS, PREFIX} if is_tree(sample) else set())
+    trees = find_tree(trainer.train_dataset) is not None
+    columns = set(columns_of(trainer.train_dataset) or present(sample)) - (
+        {TURNS, ANSWERS, PREFIX} if trees else set()
+    )
     read = set(signature(model.forward).parameters) if trainer.args.remove_unused_columns else columns
     left_out = sorted((columns & read) - _TEXT - (_VISION if _takes_images(model) else set()))
     whose = "a processor's" if any(name.startswith(("pixel", "image", "video")) for name in left_out) else "the"
