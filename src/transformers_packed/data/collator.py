@@ -59,7 +59,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     A row of TRL's `TreeRow.pack()` is the only element of its batch, which has `input_ids`, `position_ids` and
     `shift_labels` `[1, N]`, `cu_seqlens`, `parent_of`, and the columns of its terms.
 
-    A sample holds `input_ids` (a list, numpy array or tensor) and these optional columns:
+    A sample holds `input_ids` (a list, numpy array or tensor) and these optional columns. One that is `None` is absent, but
+    `labels` that are `None` are an error:
 
     * `labels`: one per token, or a single number per sample (sequence classification). Numbers are returned as
       `labels` `[N]`.

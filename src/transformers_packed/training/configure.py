@@ -33,8 +33,8 @@ def configure_packing(
     """Train without padding: patch the model if its family needs it, and replace the collator and the dataset.
 
     Call this function after building a Trainer and before `trainer.train()`. It prints one line with the active mode,
-    or with the reason why packing is off. Before the first step, a few documents of the dataset are
-    verified against a padded batch, and a second line has the figures. Afterwards, `trainer.args.packing` and `trainer.args.padding_free` hold the
+    or with the reason why packing is off. Before the first step, a few documents of the dataset, or of a stream's first
+    batch, are verified against a padded batch, and a second line has the figures. Afterwards, `trainer.args.packing` and `trainer.args.padding_free` hold the
     active mode, and the log has packing metrics ([`PackingMetricsCallback`]). Models that the Trainer's `model_init`
     creates later are patched as well. Trainer no longer waits for the GPU in each step: batches are copied with
     `non_blocking=True`, and losses that are not finite are left out of the log on the GPU. DDP keeps the gradients in its
@@ -46,7 +46,8 @@ def configure_packing(
       unchanged; only the padding is not computed.
     * `True` or `"pack"`: plans rows of up to `max_length` tokens over the whole dataset ([`PackingDataset`], or
       [`IterablePackingDataset`] for a stream). `per_device_train_batch_size` counts rows. Rows are read in the order
-      of the plan (`train_sampling_strategy="sequential"`), and the plan fills all batches.
+      of the plan (`train_sampling_strategy="sequential"`), and the plan fills all batches. A sampler of the user, which
+      numbers samples, is an error.
     * `"auto"`: trains padding-free if it is safe according to the audit of the model, and useful. Otherwise the
       Trainer is unchanged, as it is if a row may reach code of the user: a loss, a training step or a loop. With
       `sequence_parallel_size` above 1, this is an error instead. Rows that are already packed (TRL's `packing=True`,
@@ -83,7 +84,7 @@ def configure_packing(
             line says so. Rows of batches that are not packed differ in length: graphs then serve 95 % of them.
         verify (`bool`, *optional*, defaults to `True`):
             Compare a few documents with a padded batch before the first step. A difference turns `"auto"` off, and is an
-            error in other modes and with shared rows.
+            error in other modes, with shared rows and in a stream.
         mtp_loss_weight (`float`, *optional*, defaults to 0.0):
             Also train the model's head of multi-token prediction, with this weight of its loss. 0.1 is usual. The head of
             the checkpoint becomes a module of the model ([`add_mtp`]).

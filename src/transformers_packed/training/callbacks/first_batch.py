@@ -27,7 +27,8 @@ class FirstBatch:
     """
 
     def __init__(self, trainer: Trainer, collate_fn: Callable, show: Callable[["FirstBatch"], None]):
-        self.trainer, self.collate_fn, self.dataset = trainer, collate_fn, []
+        self.trainer, self.collate_fn = trainer, collate_fn
+        self.dataset: list = []
         self._show: Callable | None = show
         # Those of callbacks, such as for metrics, come later.
         kinds = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
@@ -37,7 +38,8 @@ class FirstBatch:
     @classmethod
     def put_in(cls, trainer: Trainer, loader: Any, show: Callable[["FirstBatch"], None]) -> bool:
         """Show the first batch of a data loader if it reads a stream in this process. Returns whether it does."""
-        if has_items(source_of(getattr(loader, "dataset", None))) or getattr(loader, "num_workers", 1):
+        here = getattr(loader, "num_workers", None) == 0
+        if not here or has_items(source_of(getattr(loader, "dataset", None))):
             return False
         loader = getattr(loader, "base_dataloader", loader)
         loader.collate_fn = cls(trainer, loader.collate_fn, show)
