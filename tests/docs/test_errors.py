@@ -99,6 +99,9 @@ def of_configure_packing() -> Calls:
     yield lambda: configure_packing(make_trainer(), max_length=4096)
     yield lambda: configure_packing(make_trainer(), packing=True)
     yield lambda: PackedTrainingArguments(max_length=4096, use_cpu=True)
+    trainer = make_trainer()
+    trainer._get_train_sampler = lambda dataset=None: None
+    yield lambda: configure_packing(trainer, packing=True, max_length=8)
     yield lambda: verify.check_leak(0.091, documents=3)
 
 

@@ -74,7 +74,11 @@ TRAINING = (
     Part("transformers:Trainer._get_dataloader", "rows of several processes"),
     Part("transformers:Trainer._get_num_items_in_batch", "means over documents"),
     Part("transformers:Trainer._get_train_sampler", "samplers of the user"),
-    Part("transformers:Trainer._set_signature_columns_if_needed", "columns that divide rows and trees"),
+    Part(
+        "transformers:Trainer._set_signature_columns_if_needed",
+        "columns that divide rows and trees",
+        sets="_signature_columns",
+    ),
     Part("transformers:Trainer._get_output_dir", "checkpoints of the `train` command"),
     Part("transformers:Trainer._save_checkpoint", "checkpoints of the `train` command"),
 )
