@@ -268,13 +268,11 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
     lengths = sample_lengths(dataset)
     _check_documents(plan, slice(0, len(plan.samples)), lengths[plan.samples])
     padded = list_lengths(dataset.data.column("input_ids"))
-    real = None
+    real: np.ndarray | None = None
     if MASK in dataset.column_names and padded.sum() != lengths.sum():
-        given = dataset.data.column(MASK)
-        values_given = pa.concat_arrays([chunk.flatten() for chunk in given.chunks]).cast(pa.bool_())
-        is_real = np.ones(padded.sum(), bool)
-        is_real[np.repeat(list_lengths(given) >= 0, padded)] = values_given.to_numpy(zero_copy_only=False)
-        real = pa.array(is_real)
+        given, real = dataset.data.column(MASK), np.ones(padded.sum(), bool)
+        masks = pa.concat_arrays([chunk.flatten() for chunk in given.chunks]).cast(pa.bool_())
+        real[np.repeat(list_lengths(given) >= 0, padded)] = masks.to_numpy(zero_copy_only=False)
     columns = _per_token_columns(dataset, padded)
     values, kinds = {}, {}
     for name, table in columns.items():
@@ -284,7 +282,7 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
             token = np.flatnonzero(value.is_null().to_numpy(zero_copy_only=False))[0]
             sample = np.searchsorted(offsets_of(padded), token, side="right") - 1
             raise _bad_column(name, sample, "a missing value among them")
-        values[name] = value if real is None else value.filter(real)
+        values[name] = value if real is None else value.filter(pa.array(real))
     first = offsets_of(lengths)[plan.samples] + (0 if plan.starts is None else plan.starts)
     blocks = []
     for begin in range(0, len(plan), _BLOCK_ROWS):

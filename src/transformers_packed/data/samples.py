@@ -30,7 +30,7 @@ MASK = "attention_mask"
 # The samples that continue a sample (`data/trees.py`), those of a group, and the tokens that these continue.
 TURNS, ANSWERS, PREFIX = "turns", "answers", "prefix"
 # Columns that are never absent by a missing value.
-_NEEDED = ("input_ids", "labels")
+NEEDED = ("input_ids", "labels")
 # The columns that divide rows and trees.
 DIVIDING_COLUMNS = ("seq_lengths", TURNS, ANSWERS, PREFIX)
 # Columns that always have one value per token. Labels may also be one number.
@@ -71,9 +71,9 @@ def present(sample: Mapping[str, Any]) -> Mapping[str, Any]:
 
     ```
     """
-    if all(column is not None or name in _NEEDED for name, column in sample.items()):
+    if all(column is not None or name in NEEDED for name, column in sample.items()):
         return sample
-    return {name: column for name, column in sample.items() if column is not None or name in _NEEDED}
+    return {name: column for name, column in sample.items() if column is not None or name in NEEDED}
 
 
 def documents_of(element: Any) -> Iterator[Mapping[str, Any]]:

@@ -6,20 +6,20 @@ from typing import Any
 import numpy as np
 
 from .planning.rows import offsets_of
-from .samples import MASK, TOKEN_COLUMNS, TURNS
+from .samples import MASK, NEEDED, TOKEN_COLUMNS, TURNS
 
 
 def columns_of(dataset: Any) -> dict[str, Any] | None:
     """The columns in the table of a `datasets.Dataset` that its samples have; `None` for any other dataset.
 
-    A column in which all values are missing is left out, but not `labels`, whose missing values are an error.
+    A column in which all values are missing is left out, but not one whose missing values are an error.
     """
     table = getattr(getattr(dataset, "data", None), "table", None)
     # A transform may change the samples when it runs.
     if table is None or dataset.format["type"] == "custom":
         return None
     columns = {name: table.column(name) for name in table.column_names if name in dataset.format["columns"]}
-    return {name: column for name, column in columns.items() if name == "labels" or column.null_count < len(column)}
+    return {name: x for name, x in columns.items() if name in NEEDED or not 0 < x.null_count == len(x)}
 
 
 def table_lengths(dataset: Any) -> np.ndarray | None:
@@ -55,7 +55,7 @@ def suspects(dataset: Any) -> list[int]:
     for name in TOKEN_COLUMNS:
         if name in columns and is_list(columns[name]):
             holes, found = _count_in_lists(columns[name], _is_null), list_lengths(columns[name])
-            absent = (found < 0) & (name not in ("input_ids", "labels"))
+            absent = (found < 0) & (name not in NEEDED)
             wrong |= _of_samples(dataset, (found != sizes) & ~absent | (holes > 0))
         elif name in columns:
             wrong |= _of_samples(dataset, columns[name].is_null().to_numpy()) | (lengths == 0)

@@ -350,10 +350,8 @@ def against_removal(trainer: Trainer, mode: str) -> Iterator[ValueError]:
         if isinstance(dataset, PackingDataset) or not isinstance(first_sample(dataset), Mapping):
             continue
         tree = find_tree(dataset) or {}
-        names = ["seq_lengths"] * is_packed(dataset) + [
-            name for name in (TURNS, ANSWERS) if tree.get(name) is not None
-        ]
-        name = next(iter(names), None)
+        name = next((name for name in (TURNS, ANSWERS) if tree.get(name) is not None), None)
+        name = "seq_lengths" if is_packed(dataset) else name
         got = f"remove_unused_columns=True, which removes the column {name}"
         fix = "Set remove_unused_columns=False."
         yield from refused((name, "a Trainer that keeps the columns of rows and trees", got, fix))
@@ -399,10 +397,9 @@ def _of_columns(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterat
     sample = first_sample(trainer.train_dataset)
     if sample is None or is_sft_trainer(trainer) or isinstance(trainer.data_collator, DataCollatorWithFlattening):
         return
-    trees = find_tree(trainer.train_dataset) is not None
-    columns = set(columns_of(trainer.train_dataset) or present(sample)) - (
-        {TURNS, ANSWERS, PREFIX} if trees else set()
-    )
+    columns = set(columns_of(trainer.train_dataset) or present(sample))
+    if find_tree(trainer.train_dataset) is not None:
+        columns -= {TURNS, ANSWERS, PREFIX}
     read = set(signature(model.forward).parameters) if trainer.args.remove_unused_columns else columns
     left_out = sorted((columns & read) - _TEXT - (_VISION if _takes_images(model) else set()))
     whose = "a processor's" if any(name.startswith(("pixel", "image", "video")) for name in left_out) else "the"

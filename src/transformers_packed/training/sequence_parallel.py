@@ -241,10 +241,8 @@ def _of_reading(trainer: Trainer, mode: str) -> Iterator[ValueError]:
     """Reasons why the processes of a group would read different rows."""
     if not all(map(has_items, datasets_of(trainer))):
         yield _of_stream()
-    if (
-        not plans_rows(trainer, mode)
-        and getattr(trainer.args, "train_sampling_strategy", "random") == "batch_rebalance"
-    ):
+    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
+    if strategy == "batch_rebalance" and not plans_rows(trainer, mode):
         yield _of_sampler('train_sampling_strategy="batch_rebalance"')
 
 

@@ -106,7 +106,8 @@ class VerifyCallback(TrainerCallback):
         trainer, key = self.trainer, (id(self.trainer.model), id(self.trainer.train_dataset))
         if self._verified == key or state.global_step >= state.max_steps:
             return
-        if self._reason() is None and FirstBatch.put_in(trainer, train_dataloader, partial(self._check, key)):
+        rows = self.setup.mode != "batches" and self._reason() is None
+        if rows and FirstBatch.put_in(trainer, train_dataloader, partial(self._check, key)):
             return
         self._check(key, train_dataloader)
 
