@@ -98,8 +98,11 @@ class SequenceBoundariesTest(unittest.TestCase):
     def test_from_position_ids(self, _, lengths):
         positions = torch.tensor([reference(lengths)[2]])
         # The other three rows are image positions, which differ from the text positions.
-        four_rows = torch.cat([positions[None], torch.zeros(3, *positions.shape, dtype=torch.int64)])
-        for given in (positions, positions.int(), positions + 2, four_rows):
+        four_rows = torch.stack([positions, torch.zeros_like(positions), positions, positions])
+        counting = torch.arange(positions.shape[1])[None, None]
+        three_rows = positions.expand(3, 1, -1)
+        several = four_rows, three_rows, torch.cat([counting, three_rows])
+        for given in (positions, positions.int(), positions + 2, positions[0], *several):
             self.assert_describes(SequenceBoundaries.from_position_ids(given), lengths)
 
     @parameterized.expand(LENGTHS)
@@ -462,13 +465,13 @@ BAD_INPUTS = [
     ),
     (
         "position_ids_three_row_form",
-        lambda: make.from_position_ids(torch.zeros(3, 1, 2, dtype=torch.int64)),
-        (r"\[4, 1, T\]", r"\(3, 1, 2\)", "cu_seqlens or seq_idx"),
+        lambda: make.from_position_ids(ids([[0, 1, 1, 0]], [[0, 1, 2, 0]], [[0, 1, 1, 0]])),
+        ("cu_seq_lens_q or seq_idx", "position_ids of images that restart", "Pass"),
     ),
     (
-        "position_ids_one_dimensional",
-        lambda: make.from_position_ids(ids(0, 1)),
-        (r"\[1, T\]", r"\(2,\)", "cu_seqlens or seq_idx"),
+        "position_ids_four_dimensional",
+        lambda: make.from_position_ids(torch.zeros(1, 1, 1, 2, dtype=torch.int64)),
+        (r"\[1, T\]", r"\(1, 1, 1, 2\)", "cu_seqlens or seq_idx"),
     ),
     (
         "position_ids_float",

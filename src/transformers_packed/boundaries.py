@@ -25,6 +25,8 @@ from .boundary_checks import (
     check_tokens,
     check_total,
     describe,
+    position_rows,
+    restarts_in,
     short,
 )
 from .errors import input_error, unsupported
@@ -183,15 +185,20 @@ class SequenceBoundaries:
     def from_position_ids(cls, position_ids: torch.Tensor) -> "SequenceBoundaries":
         """Build boundaries from position ids. A document starts at each id that is not the previous id plus 1.
 
-        `position_ids` is an integer tensor `[1, T]`, or `[4, 1, T]` as in Qwen3.5, where row 0 holds text positions.
-        The three-row form `[3, 1, T]` has no text positions and raises a `ValueError`.
+        `position_ids` is an integer tensor `[1, T]`, or `[3, 1, T]` or `[4, 1, T]` as in Qwen3.5: time, height and
+        width, after the text positions if there are four rows. Three rows with images that restart raise a `ValueError`,
+        because positions of images do not count on.
         """
-        text_row = text_position_ids(position_ids) if isinstance(position_ids, torch.Tensor) else None
-        if text_row is None:
-            expected = "a position_ids tensor [1, T], or [4, 1, T] whose row 0 holds the text positions"
+        rows = position_rows(position_ids)
+        if rows is None:
+            expected = "a position_ids tensor [1, T], [3, 1, T] or [4, 1, T]"
             raise input_error(expected, describe(position_ids), "Pass cu_seqlens or seq_idx instead.")
-        check_row("position_ids", text_row)
-        return cls._from_starts(text_row[0].diff().to("cpu") != 1, text_row.device)
+        check_row("position_ids", rows[0])
+        starts, complete = restarts_in(rows.to("cpu"))
+        if bool(starts.any()) and not complete:
+            expected, fix = "cu_seq_lens_q or seq_idx for documents with images", "Pass them beside position_ids."
+            raise input_error(expected, "position_ids of images that restart", fix)
+        return cls._from_starts(starts[0], rows.device)
 
     @classmethod
     def from_attention_mask(cls, attention_mask: torch.Tensor) -> "SequenceBoundaries":
@@ -477,18 +484,6 @@ class SequenceBoundaries:
             expected = f"an attention_mask whose rows hold {short(self.lengths)} real tokens"
             raise input_error(expected, short(counts), "Pass the mask that these boundaries were built from.")
         return mask.flatten().nonzero()[:, 0]
-
-
-def text_position_ids(position_ids: torch.Tensor | None, length: int | None = None) -> torch.Tensor | None:
-    """Return the row `[B, T]` of `position_ids` with text positions, or `None` if there is none (`[3, B, T]`).
-
-    A row of another `length` is none either.
-    """
-    if position_ids is not None and position_ids.ndim == 3 and position_ids.shape[0] == 4:
-        position_ids = position_ids[0]
-    if position_ids is None or position_ids.ndim != 2 or length not in (None, position_ids.shape[-1]):
-        return None
-    return position_ids
 
 
 def may_read(value: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Checks of the tensors that describe document boundaries. A check raises a `ValueError` that describes the problem."""
+"""Checks of the tensors that describe document boundaries, and what position ids say of them.
+
+A check raises a `ValueError` that describes the problem.
+"""
 
 from typing import Any
 
@@ -74,6 +77,35 @@ def check_document_numbers(row: torch.Tensor, steps: torch.Tensor) -> None:
         where = 0 if int(row[0]) < 0 else int((steps < 0).nonzero()[0]) + 1
         got = f"{int(row[where])} at token {where}" + (f" after {int(row[where - 1])}" if where else "")
         raise input_error("seq_idx that is never negative and never decreases", got, "Number the documents 0, 1, ...")
+
+
+def position_rows(position_ids: Any, length: int | None = None) -> torch.Tensor | None:
+    """Return position ids of any shape as `[R, B, T]`, or `None` if they are not those of rows of `length` tokens.
+
+    `R` is 1, or 3 for time, height and width (M-RoPE), or 4 with the positions in the text before these.
+    """
+    if not isinstance(position_ids, torch.Tensor) or position_ids.ndim not in (1, 2, 3):
+        return None
+    if length not in (None, position_ids.shape[-1]):
+        return None
+    return position_ids[(None,) * (3 - position_ids.ndim)]
+
+
+def restarts_in(rows: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Return where position ids `[R, B, T]` restart, bool `[B, T-1]` for all tokens but the first, and whether it is all.
+
+    The text positions of four rows tell it, unless they count over the whole row. Of the others, those of text are equal
+    and count on within a document. Those of an image differ and do not, so with images only a token that returns to the
+    first position is sure to start a document.
+    """
+    in_text = rows[0].diff() != 1
+    if len(rows) == 4 and bool(in_text.any()):
+        return in_text, True
+    grid = rows[-3:]
+    is_text = (grid == grid[:1]).all(0)
+    only_text = bool(is_text.all())
+    found = grid[0].diff() != 1 if only_text else (is_text & (grid[0] <= grid[0, :, :1]))[:, 1:]
+    return found, only_text
 
 
 def check_tokens(name: str, tensor: torch.Tensor, total_length: int) -> None:

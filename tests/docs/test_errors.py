@@ -149,12 +149,17 @@ def of_rows() -> Calls:
         {"attention_mask": torch.ones(1, 5)},
         {"use_cache": True},
         {"input_ids": row[:1], "cu_seqlens": None, "attention_mask": row[:1] * 2},
+        {"input_ids": row[:1], "cu_seqlens": None, "attention_mask": torch.tensor([0, 5, 12])},
         {"input_ids": row[:1], "cu_seqlens": None, "attention_mask": causal.triu(-4)},
         {"input_ids": row, "cu_seqlens": None, "attention_mask": apart},
         {"input_ids": ROW["input_ids"].expand(2, 5)},
         {"cu_seqlens": torch.tensor([0, 3, 4])},
         {"cu_seqlens": torch.tensor([0, 3, 3, 5])},
         {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])},
+        {
+            "cu_seqlens": None,
+            "position_ids": torch.tensor([[0, 1, 1, 0, 1], [0, 1, 2, 0, 1], [0, 1, 1, 0, 1]])[:, None],
+        },
         {"cu_seqlens": None, "max_length_q": 3},
     ):
         yield lambda change=change: model(**ROW | change)

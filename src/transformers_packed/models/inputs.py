@@ -15,10 +15,12 @@ from inspect import Parameter
 from typing import Any, get_type_hints, overload
 
 import torch
+import torch.nn.functional as F
 from transformers.utils import TransformersKwargs, logging
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
-from ..boundaries import PACKING_KEYWORDS, PARENT_KEYWORDS, SequenceBoundaries, may_read, text_position_ids
+from ..boundaries import PACKING_KEYWORDS, PARENT_KEYWORDS, SequenceBoundaries, may_read
+from ..boundary_checks import position_rows, restarts_in
 from ..errors import input_error
 from ..shared_prompts import SharedPrompts
 from .masks import is_padding, read_documents, read_padding, restarts_with
@@ -125,7 +127,7 @@ def _described(given, metadata: dict, parent_of, inputs: dict[str, Any], tokens)
             _check_agrees(given, metadata)
         return given if given.padding_tokens else given.with_padding(metadata.get("padding_tokens"))
     # By default the collator returns position ids alone, plus padding_tokens if the row ends with padding.
-    by_positions = metadata.keys() == {"padding_tokens"} and _readable_row(inputs, tokens) is not None
+    by_positions = metadata.keys() == {"padding_tokens"} and _readable_rows(inputs, tokens) is not None
     if not metadata or by_positions:
         if parent_of is not None:
             fix = "Pass the batch unchanged."
@@ -138,18 +140,22 @@ def _described(given, metadata: dict, parent_of, inputs: dict[str, Any], tokens)
     return None if one and inputs.get("attention_mask") is not None and parent_of is None else boundaries
 
 
-def _readable_row(inputs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor | None:
-    """The position ids of text `[B, T]`, if documents start where they restart."""
+def _readable_rows(inputs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor | None:
+    """The position ids `[R, B, T]`, if documents start where they restart."""
     if any(inputs.get(name) is not None for name in ("attention_mask", *CACHES)) or not may_infer(tokens):
         return None
-    return text_position_ids(inputs.get("position_ids"), tokens.shape[1])
+    return position_rows(inputs.get("position_ids"), tokens.shape[1])
 
 
 def _check_beside(source: str, boundaries: SequenceBoundaries, metadata: dict, inputs: dict[str, Any], tokens) -> None:
     """Raise a `ValueError` if a packed row has position ids of other documents, a mask or a cache."""
-    row = text_position_ids(inputs.get("position_ids"), tokens.shape[1])
-    if metadata and not boundaries.share_prompts and row is not None and may_read(row):
-        boundaries.check_same(SequenceBoundaries.from_position_ids(row[:1]), "position_ids")
+    rows = position_rows(inputs.get("position_ids"), tokens.shape[1])
+    if metadata and not boundaries.share_prompts and rows is not None and may_read(rows):
+        starts, complete = restarts_in(rows[:, :1].to("cpu"))
+        if not complete:
+            # Those of images tell some of the documents. The others are no contradiction.
+            starts |= boundaries.seq_idx.to("cpu").diff() != 0
+        boundaries.check_same(SequenceBoundaries.from_seq_idx(F.pad(starts, (1, 0)).cumsum(1)), "position_ids")
     refused = [name for name in ("attention_mask", *CACHES) if inputs.get(name) is not None]
     if refused or inputs.get("use_cache"):
         got = (refused or ["use_cache=True"])[0]
@@ -187,8 +193,8 @@ def _of_pattern(inputs: dict[str, Any], tokens: torch.Tensor, mixes: bool) -> Se
         return None
     real, boundaries = found
     inputs["attention_mask"] = None if boundaries or real.all() else real.long().to(tokens.device)
-    text_row = text_position_ids(inputs.get("position_ids"), tokens.shape[1])
-    if boundaries and text_row is not None and not restarts_with(boundaries, real, text_row):
+    position_ids = position_rows(inputs.get("position_ids"), tokens.shape[1])
+    if boundaries and position_ids is not None and not restarts_with(boundaries, real, position_ids):
         inputs["position_ids"] = None
     return boundaries
 
@@ -219,16 +225,21 @@ def _outside(find: Callable, *args: Any) -> SequenceBoundaries | None:
 
 def _inferred(inputs: dict[str, Any], tokens: torch.Tensor, padding: int | None) -> SequenceBoundaries | None:
     """The boundaries where position ids restart, or `None` if none does."""
-    row = _readable_row(inputs, tokens)
-    boundaries = None if row is None else _outside(_restarts, row, tokens)
+    rows = _readable_rows(inputs, tokens)
+    boundaries = None if rows is None else _outside(_of_positions, inputs, rows, tokens)
     return boundaries and boundaries.with_padding(padding)
 
 
-def _restarts(text_row: torch.Tensor, tokens: torch.Tensor) -> SequenceBoundaries | None:
-    if bool((text_row.diff() == 1).all()):
+def _of_positions(inputs: dict[str, Any], rows: torch.Tensor, tokens: torch.Tensor) -> SequenceBoundaries | None:
+    """The boundaries in position ids `[R, B, T]`. Those of text become one row, which every model takes."""
+    rows = rows.to("cpu")
+    if not bool(restarts_in(rows)[0].any()):
         return None
     _check_one_row(_RESTART, tokens)
-    return SequenceBoundaries.from_position_ids(text_row)
+    boundaries = SequenceBoundaries.from_position_ids(rows)
+    if inputs["position_ids"].ndim != 2 and bool((rows[-3:] == rows[-1]).all()):
+        inputs["position_ids"] = boundaries.to(tokens.device).position_ids
+    return boundaries
 
 
 def _check_agrees(boundaries: SequenceBoundaries, metadata: dict[str, Any]) -> None:

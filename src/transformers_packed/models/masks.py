@@ -11,6 +11,7 @@ import torch
 from transformers.utils.import_utils import is_tracing
 
 from ..boundaries import SequenceBoundaries
+from ..boundary_checks import restarts_in
 from ..errors import input_error
 
 
@@ -50,10 +51,19 @@ def read_padding(mask: torch.Tensor) -> torch.Tensor | None:
     real = numbers == 1
     others = numbers[~(real | (numbers == 0))]
     if others.numel() and (not mask.is_floating_point() or bool((others > 0).any())):
-        fix = "If they number documents, pass them as seq_idx without a mask."
-        raise input_error("attention_mask of 0 and 1", others[0].item(), fix)
+        raise _other_numbers("attention_mask of 0 and 1", numbers, others[0].item())
     _last = ref(mask), version, None if others.numel() else real
     return _last[2]
+
+
+def _other_numbers(expected: str, numbers: torch.Tensor, got: object) -> ValueError:
+    """The error of a mask with numbers that describe documents, as some collators for FlashAttention have it."""
+    if len(numbers) == 1:
+        numbers = numbers[0]
+    if numbers.ndim == 1 and not numbers[:1].any() and bool((numbers.diff() > 0).all()):
+        fix = "Pass them as cu_seq_lens_q without a mask."
+        return input_error(expected, "cumulative lengths of documents", fix)
+    return input_error(expected, got, "If they number documents, pass them as seq_idx without a mask.")
 
 
 def read_documents(
@@ -73,6 +83,10 @@ def read_documents(
     Raises:
         `ValueError`: one of several rows has several documents, or the mask has another pattern.
     """
+    if isinstance(mask, torch.Tensor) and mask.ndim == 1:
+        # One for each document, or for each token. No model reads it, but some would fail without a reason.
+        got = f"{mask.dtype} {tuple(mask.shape)}"
+        raise _other_numbers("an attention_mask [B, T] of padding", mask.to("cpu"), got)
     found = None if torch.compiler.is_exporting() else _blocks(mask, rows, length)
     if found is None and mixes:
         expected = "an attention_mask [B, T] of padding, or [B, 1, T, T] with a causal block for each document"
@@ -119,14 +133,15 @@ def _blocks(mask: Any, rows: int, length: int) -> tuple[torch.Tensor, torch.Tens
     return (real, starts & real) if fits else None
 
 
-def restarts_with(boundaries: SequenceBoundaries, real: torch.Tensor, text_row: torch.Tensor) -> bool:
-    """Whether position ids `[1, T]` restart in each document of a mask. Those of padding may be any.
+def restarts_with(boundaries: SequenceBoundaries, real: torch.Tensor, position_ids: torch.Tensor) -> bool:
+    """Whether position ids `[R, 1, T]` restart in each document of a mask. Those of padding may be any.
 
     They may also count over the whole row. Otherwise a `ValueError` is raised.
     """
     both = real[0, 1:] & real[0, :-1]
-    restarts = (text_row[0].to("cpu").diff() != 1) & both
-    if bool(restarts.any()) and not restarts.equal((boundaries.seq_idx[0].diff() != 0) & both):
+    restarts, complete = restarts_in(position_ids.to("cpu"))
+    restarts, starts = restarts[0] & both, (boundaries.seq_idx[0].diff() != 0) & both
+    if bool(restarts.any()) and not (restarts if complete else restarts | starts).equal(starts):
         expected = "position_ids that restart where attention_mask separates documents"
         raise input_error(expected, "other documents", "Leave one of them out.")
-    return bool(restarts.any())
+    return bool(restarts.any()) or not complete

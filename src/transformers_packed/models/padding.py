@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from ..boundaries import SequenceBoundaries, text_position_ids
+from ..boundaries import SequenceBoundaries
+from ..boundary_checks import position_rows, restarts_in
 from ..ops.attention import serves_packed_rows
 from ..ops.autograd import is_transformed
 from ..ops.prompts import repeat_rows
@@ -210,8 +211,8 @@ def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
 
 def _note_restarts(position_ids: torch.Tensor | None, real: torch.Tensor) -> None:
     """Warn of a row that looks packed but has a mask."""
-    positions = text_position_ids(position_ids)
-    if positions is not None and bool(real.all()) and bool((positions.diff() != 1).any()):
+    positions = position_rows(position_ids)
+    if positions is not None and bool(real.all()) and bool(restarts_in(positions)[0].any()):
         logger.warning_once(
             "position_ids restart in a row with an attention_mask of ones, so the row is computed as one document. "
             "If it holds several documents, remove the mask."
