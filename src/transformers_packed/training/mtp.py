@@ -116,9 +116,11 @@ class MtpCallback(TrainerCallback):
         self.ran = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.head is None or not self.head.record or logs is None or "loss" not in logs:
+        if self.head is None or logs is None or "loss" not in logs:
             return
-        loss, targets, same, compared = reduce(torch.stack(self.head.record).sum(0), "sum").tolist()
+        # All processes exchange their sums, also one without a target since the last log.
+        sums = torch.stack([torch.zeros(4, device=args.device), *(x.to(args.device) for x in self.head.record)]).sum(0)
+        loss, targets, same, compared = reduce(sums, "sum").tolist()
         self.head.record = []
         figures = {"mtp_loss": round(loss / targets, 4)} if targets else {}
         figures |= {"mtp_acceptance": round(same / compared, 4)} if compared else {}

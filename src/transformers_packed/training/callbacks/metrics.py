@@ -12,10 +12,13 @@ from accelerate.utils import gather
 from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
+from transformers.utils import logging
 
 from ...boundaries import SequenceBoundaries
 from ...data.planning.cost import PackingCost
 from ...data.planning.rows import mean_of_longest
+from ...errors import described, input_error
+from ...models.inputs import tokens_of
 from ...models.parameters import trained_share
 from ...models.registry import inner_model, transformers_model
 from ...models.releases import rows_per_batch
@@ -24,6 +27,8 @@ from ...parallel import RowShard
 from ...shared_prompts import SharedPrompts
 from .expert_load import ExpertLoad
 
+
+logger = logging.get_logger(__name__)
 
 # Dense float16 or bfloat16 operations per second, from the vendors' data sheets. The first matching name counts.
 PEAKS = {
@@ -67,6 +72,8 @@ class PackingMetricsCallback(TrainerCallback):
 
     The two metrics of experts count the tokens of all processes, without padding, since the last log.
 
+    Calls of the model itself are counted. If a loss calls its parts instead, the metrics are left out of the log.
+
     Args:
         trainer (`transformers.Trainer`):
             The Trainer.
@@ -82,16 +89,16 @@ class PackingMetricsCallback(TrainerCallback):
 
     def _start(self) -> None:
         self._clear()
-        self._total, self._seconds, self._paused = np.zeros(4, dtype=np.int64), 0.0, 0.0
+        self._total, self._seconds, self._paused = np.zeros(5, dtype=np.int64), 0.0, 0.0
         self._since = self._mark = time.perf_counter()
 
     def _clear(self) -> None:
-        # [tokens, documents, tokens of padded batches, micro-batches] for each step of this process since the last
-        # log, and the lengths of its documents.
+        # [tokens, documents, tokens of padded batches, micro-batches, those that were not counted] for each step of this
+        # process since the last log, and the lengths of its documents.
         self._steps: list[np.ndarray] = []
         self._lengths: list[torch.Tensor] = []
         self._now_lengths: list[torch.Tensor] = []
-        self._now = np.zeros(4, dtype=np.int64)
+        self._now, self._counted = np.zeros(5, dtype=np.int64), False
 
     def on_train_begin(self, args, state, control, **kwargs):
         model = transformers_model(self.trainer.model)
@@ -122,17 +129,28 @@ class PackingMetricsCallback(TrainerCallback):
     def _count(self, module, positional, batch) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        tokens, padding = batch["input_ids"].shape[-1], batch.get("padding_tokens") or 0
+        try:
+            self._add(batch)
+            self._counted = True
+        except Exception as error:
+            # A call that the model supports, but these statistics do not, must not stop training.
+            logger.warning_once(f"The log has no packing metrics, because counting stopped with {described(error)}.")
+
+    def _add(self, batch: dict) -> None:
+        ids = tokens_of(batch)
+        if ids is None:
+            raise input_error("input_ids or inputs_embeds by name", "none")
+        tokens, padding = ids.shape[1], batch.get("padding_tokens") or 0
         shard = batch.get("boundaries")
         if isinstance(shard, RowShard):
             cumulative, tokens, padding = shard.row.cu_seqlens, shard.row.total_length, shard.row.padding_tokens
         else:
-            cumulative = _ends_of_documents(batch, tokens)
+            cumulative = _ends_of_documents(batch, ids)
         lengths = cumulative.diff()
         if padding:
             lengths, tokens = lengths[:-1], tokens - padding
         padded = 0
-        if not self._packed:
+        if not self._packed and len(lengths):
             longest = None if "parent_of" in batch else batch.get("max_length_q")
             # Ignore it if it is the length of the padding.
             padded = len(lengths) * (longest if longest and longest != padding else int(lengths.max()))
@@ -144,13 +162,18 @@ class PackingMetricsCallback(TrainerCallback):
                 # The first of the processes that share a row counts it.
                 self._now_lengths.append(lengths[:0])
                 return
-        self._now += (tokens, len(lengths), padded, 1)
+        self._now += (tokens, len(lengths), padded, 1, 0)
         self._now_lengths.append(lengths)
 
+    def on_substep_end(self, args, state, control, **kwargs):
+        self._now[-1] += not self._counted
+        self._counted = False
+
     def on_step_end(self, args, state, control, **kwargs):
+        self.on_substep_end(args, state, control)
         self._steps.append(self._now)
         self._lengths += self._now_lengths
-        self._now, self._now_lengths = np.zeros(4, dtype=np.int64), []
+        self._now, self._now_lengths = np.zeros(5, dtype=np.int64), []
         self._mark = time.perf_counter()
 
     def on_evaluate(self, args, state, control, **kwargs):
@@ -169,17 +192,23 @@ class PackingMetricsCallback(TrainerCallback):
         self._mark = time.perf_counter()
 
     def _figures(self, args) -> dict[str, float]:
-        """The metrics of all processes since the last log."""
-        lengths = torch.cat(self._lengths).cpu()
+        """The metrics of all processes since the last log. Empty if not all of their calls were counted."""
+        lengths = torch.cat(self._lengths).cpu() if self._lengths else torch.empty(0, dtype=torch.int64)
         if self._packed and len(lengths):
             # Added to the first step, because only the sum over steps is used.
             self._steps[0][2] = round(len(lengths) * mean_of_longest(lengths.numpy()))
         by_step = lengths.double().split([step[1] for step in self._steps])
         counts = torch.from_numpy(np.stack(self._steps)).to(args.device)
         squares = torch.stack([x.square().sum() for x in by_step]).float().to(args.device)
-        counts, squares = (gather(x[None]).cpu() for x in (counts, squares))  # [ranks, steps, 4], [ranks, steps]
+        counts, squares = (gather(x[None]).cpu() for x in (counts, squares))  # [ranks, steps, 5], [ranks, steps]
         seconds = time.perf_counter() - self._since - self._paused
-        tokens, documents, padded, batches = sums = counts.sum((0, 1)).tolist()
+        load = self._load.figures()
+        self._clear()
+        self._since, self._paused = time.perf_counter(), 0.0
+        tokens, documents, padded, batches, uncounted = sums = counts.sum((0, 1)).tolist()
+        if uncounted or not tokens:
+            logger.warning_once("The log has no packing metrics of steps whose loss does not call the model itself.")
+            return {}
         self._total += sums
         self._seconds += seconds
 
@@ -205,10 +234,7 @@ class PackingMetricsCallback(TrainerCallback):
         if self._operations is not None and self._peak is not None:
             done = self._passes * float(rows_of(self._operations).sum())
             figures["share_of_peak"] = round(done / seconds / args.world_size / self._peak, 4)
-        figures |= self._load.figures()
-        self._clear()
-        self._since, self._paused = time.perf_counter(), 0.0
-        return figures
+        return figures | load
 
     def _rows(self, batches: int) -> int:
         """The number of rows in full batches. Trainer may have found the batch size automatically."""
@@ -218,7 +244,7 @@ class PackingMetricsCallback(TrainerCallback):
         if self._steps:  # steps after the last log
             self._figures(args)
         self._detach()
-        tokens, documents, padded, batches = self._total.tolist()
+        tokens, documents, padded, batches, _ = self._total.tolist()
         if not state.is_world_process_zero or not tokens:
             return
         what = "Packing" if self._packed else "Padding-free"
@@ -239,8 +265,9 @@ def known_cost(model: torch.nn.Module, **options) -> PackingCost | None:
         return None
 
 
-def _ends_of_documents(batch: dict, tokens: int) -> torch.Tensor:
-    """The cumulative lengths of documents, of which a tree is one."""
+def _ends_of_documents(batch: dict, ids: torch.Tensor) -> torch.Tensor:
+    """The cumulative lengths of the documents of tokens `[1, T, ...]`, of which a tree is one."""
+    tokens = ids.shape[1]
     cumulative, parent_of = batch.get("cu_seq_lens_q"), batch.get("parent_of")
     if parent_of is None and cumulative is not None:
         return cumulative
@@ -253,7 +280,7 @@ def _ends_of_documents(batch: dict, tokens: int) -> torch.Tensor:
         return row.cu_seqlens
     # The model reads the parents on the host as well.
     trees = row if isinstance(row, SharedPrompts) else SharedPrompts.of(row, parent_of)
-    return SequenceBoundaries.from_lengths(trees.tree_lengths, device=batch["input_ids"].device).cu_seqlens
+    return SequenceBoundaries.from_lengths(trees.tree_lengths, device=ids.device).cu_seqlens
 
 
 def _peak(args, model) -> float | None:
