@@ -1,5 +1,6 @@
 """PEFT's adapters beside packed rows: which of them keep documents apart, and the class that they name when saved."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -7,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from transformers.utils import logging
 
-from .mtp import HEAD_FILE, PREFIX, save_head
+from .mtp_beside import load_beside, save_beside
 from .releases import BASE_CLASS
 from .typed import ModelBase
 
-
-logger = logging.get_logger(__name__)
 
 # The types of PEFT's adapters, and the variants of LoRA, that act on each token alone, as tests measure for all of PEFT's
 # registry. Others may mix the tokens of a row (Lily averages its router over them), run a second model (Shadow), keep
@@ -69,8 +66,7 @@ def prepare_peft() -> None:
     """Let saved adapters name the stock class of their model, and keep a trained head of multi-token prediction.
 
     Without a task type, PEFT saves the class of the model and its module, and `AutoPeftModel` imports them from
-    Transformers only. Servers refuse other tensors in the file of an adapter, so the head has a file of its own. Has no
-    effect on other models, without PEFT, or a second time.
+    Transformers only. Has no effect on other models, without PEFT, or a second time.
     """
     cls: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
     if cls is None or cls in _prepared:
@@ -99,14 +95,14 @@ def _saving_head(original: Callable) -> Callable:
     @wraps(original)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         original(self, save_directory, *args, **kwargs)
-        head = getattr(self.get_base_model(), "mtp", None)
-        if head is not None and kwargs.get("is_main_process", True):
-            # FSDP passes whole tensors.
-            state = kwargs.get("state_dict") or self.state_dict()
-            save_head(
-                {name.partition(f".{PREFIX}")[2]: x for name, x in state.items() if f".{PREFIX}" in name},
-                save_directory,
-            )
+        given = inspect.signature(original).bind(self, save_directory, *args, **kwargs).arguments
+        if not given.get("is_main_process", True):
+            return
+        model, selected = self.get_base_model(), given.get("selected_adapters")
+        for adapter in self.peft_config if selected is None else selected:
+            # As PEFT names the folders of adapters.
+            folder = Path(save_directory) / (adapter if adapter != "default" else "")
+            save_beside(model, kwargs.get("state_dict"), folder, adapter)
 
     return save_pretrained
 
@@ -115,25 +111,27 @@ def _loading_head(original: Callable) -> Callable:
     @wraps(original)
     def load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, model_id, *args, **kwargs)
-        file = Path(str(model_id)) / HEAD_FILE
-        if file.exists():
-            head = getattr(self.get_base_model(), "mtp", None)
-            if head is None:
-                logger.warning(
-                    f"{file} holds a trained head of multi-token prediction, which this model does not have. Call "
-                    f"transformers_packed.add_mtp(model, {str(model_id)!r}) to load it, for example before a merge."
-                )
-            else:
-                head.load_state_dict({name.removeprefix(PREFIX): x for name, x in load_file(file).items()})
+        given = inspect.signature(original).bind(self, model_id, *args, **kwargs)
+        load_beside(self.get_base_model(), model_id, given.arguments["adapter_name"], kwargs)
         return result
 
     return load_adapter
 
 
 class AdapterMixin(ModelBase):
-    """Makes PEFT save the stock class of a model when it puts adapters into the model."""
+    """Makes PEFT save the stock class of a model when it puts adapters into the model, and keeps a trained head."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "peft_config":
             prepare_peft()
         super().__setattr__(name, value)
+
+    def load_adapter(
+        self, peft_model_id: str | None = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load an adapter as Transformers does, with the head of multi-token prediction beside it."""
+        result = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
+        if peft_model_id is not None:
+            options = (kwargs.get("adapter_kwargs") or {}) | kwargs
+            load_beside(self, peft_model_id, adapter_name or "default", options)
+        return result

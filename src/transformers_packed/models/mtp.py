@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
@@ -109,12 +108,6 @@ def read_tensor(tensor: SavedTensor, name: str) -> torch.Tensor:
     """Read a tensor by its name in its file."""
     with safe_open(tensor.path, "pt") as file:
         return file.get_tensor(name)
-
-
-def save_head(tensors: Mapping[str, torch.Tensor], folder: str | os.PathLike) -> None:
-    """Save the tensors of a trained head, by the names of its module, beside an adapter."""
-    tensors = {f"{PREFIX}{name}": x.detach().contiguous() for name, x in tensors.items()}
-    save_file(tensors, Path(folder) / HEAD_FILE, metadata={"format": "pt"})
 
 
 def to_module_names(head: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

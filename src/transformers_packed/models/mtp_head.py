@@ -32,6 +32,7 @@ from .families import OWN, families_of, family_of, titles
 from .inputs import resolve_boundaries
 from .masks import is_padding, read_padding
 from .mtp import DECLARED, HEAD_FILE, PREFIX, find_head, read_tensor, tensors_of_head, to_module_names
+from .mtp_beside import head_in_use
 from .padding import PaddedBatch
 from .projections import project
 from .releases import CHECKPOINTS, initialize
@@ -301,8 +302,9 @@ def language_model(model: torch.nn.Module) -> Any:
 
 
 def head_of(model: torch.nn.Module) -> MtpHead | None:
-    """Return the head of multi-token prediction that [`add_mtp`] has added to a model."""
-    return next((module for module in model.modules() if isinstance(module, MtpHead)), None)
+    """Return the head of multi-token prediction that [`add_mtp`] has added to a model, or the copy that PEFT trains."""
+    used = (head_in_use(module.mtp) for module in model.modules() if module._modules.get("mtp") is not None)
+    return next((head for inside in used for head in inside.modules() if isinstance(head, MtpHead)), None)
 
 
 def check_declared(config: PreTrainedConfig, found: bool, option: str = "") -> None:

@@ -14,8 +14,9 @@ from ..errors import input_error
 from .families import family_of
 from .family import Own
 from .mtp import PREFIX, keep_head, to_module_names
+from .mtp_beside import save_beside
 from .quantization import QuantizationMixin
-from .releases import can_select_checkpoints, note_revision, wrap_checkpoints
+from .releases import can_select_checkpoints, note_revision, saves_adapter, wrap_checkpoints
 from .replacements import convert
 from .typed import ModelBase
 
@@ -118,6 +119,8 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
         writes = getattr(self, "should_save_on_this_rank", bool)(is_main_process)
         with keep_head(self.config, Path(save_directory), writes and not hasattr(self, "mtp")):
             super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        if writes and saves_adapter(self):
+            save_beside(self, state_dict, save_directory, self.active_adapters()[0])
         if push_to_hub and is_main_process:
             # It calls this method to save what it uploads.
             options = {name: kwargs[name] for name in _OF_UPLOADS & kwargs.keys()}

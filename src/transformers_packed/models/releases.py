@@ -128,6 +128,11 @@ OPTIONAL = (
     ),
     Part("accelerate:Accelerator.__init__", "models that change", "they are saved twice", "_models"),
     Part("accelerate:Accelerator.__init__", "a tried evaluation", "its loader stays listed", "_dataloaders"),
+    Part(
+        "transformers:PreTrainedModel._hf_peft_config_loaded",
+        "heads beside adapters that Transformers has added",
+        "they are not saved",
+    ),
     Part("peft:PeftModel._get_base_model_class", "saved adapters", "they may name our class, not the stock one"),
     Part("peft.tuners.lora.layer:ParamWrapper", "LoRA of experts", "PEFT's forward runs", "_did_swap_in_out_features"),
     Part("trl:SFTTrainer.__init__", "images", "the error names the collator, not the images", "_is_vision_dataset"),
@@ -307,6 +312,11 @@ def has_usual_gate(experts: torch.nn.Module) -> bool:
     from transformers.integrations.moe import _default_apply_gate
 
     return getattr(type(experts), "_apply_gate", None) is _default_apply_gate
+
+
+def saves_adapter(model: torch.nn.Module) -> bool:
+    """Whether Transformers itself has put adapters into a model, and saves the active one instead of the model."""
+    return getattr(model, "_hf_peft_config_loaded", False)
 
 
 # The method of a Trainer that counts the targets of a step.
