@@ -54,10 +54,10 @@ def save_beside(model: Any, state: Mapping[str, torch.Tensor] | None, folder: st
 
 def load_beside(model: Any, source: Any, adapter: str, options: Mapping[str, Any]) -> None:
     """Load the head in the folder or the repository of a loaded adapter, if there is one, or say how to load it."""
-    file = None
     if not (Path(str(source)).is_dir() or hasattr(type(model), "mtp_loss_weight")):
         # Nothing is looked for on the Hub for other models.
         return
+    file = None
     with suppress(OSError):
         places = {name: options[name] for name in _PLACES if options.get(name) is not None}
         file = cached_file(source, HEAD_FILE, **places)
