@@ -43,6 +43,7 @@ EXCEPTIONS = {
     ("models/replacements.py", "__class__"),
     ("models/releases.py", "getclosurevars"),
     ("models/releases.py", "__code__"),
+    *(("training/state.py", name) for name in ("__closure__", "cell_contents", "__code__", "co_consts")),
 }
 
 

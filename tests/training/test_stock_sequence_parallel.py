@@ -23,6 +23,7 @@ from transformers_packed import DataCollatorWithFlattening, PackedTrainer, Packe
 from transformers_packed.models.families import SIZED
 from transformers_packed.parallel import SequenceParallel
 from transformers_packed.training import apply as applying
+from transformers_packed.training import compare
 from transformers_packed.training.apply import apply, undo
 from transformers_packed.training.callbacks import verify
 from transformers_packed.training.setup import Options, decide
@@ -257,7 +258,7 @@ def differing(kind, size, what):
         trainer.args.eval_strategy, trainer.compute_metrics = "epoch", lambda prediction: {}
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         configure_packing(trainer, "padding_free", sequence_parallel_size=size)
-        with mock.patch.object(verify, *FOUND[what]) if dist.get_rank() else contextlib.nullcontext():
+        with mock.patch.object(*FOUND[what]) if dist.get_rank() else contextlib.nullcontext():
             try:
                 trainer.train()
             except ValueError as error:
@@ -267,10 +268,9 @@ def differing(kind, size, what):
 
 # What finds something in the check.
 FOUND = {
-    # The second comparison is that with another run of the row.
-    "difference": ("compare", mock.Mock(side_effect=["expected the same.", None])),
-    "leak": ("check_leak", mock.Mock(side_effect=verify.DifferenceError("expected no leak."))),
-    "no row": ("places_of", mock.Mock(return_value=None)),
+    "difference": (compare, "_difference", mock.Mock(return_value="expected the same.")),
+    "leak": (verify, "check_leak", mock.Mock(side_effect=verify.DifferenceError("expected no leak."))),
+    "no row": (verify, "places_of", mock.Mock(return_value=None)),
 }
 ARMS = {
     "trainer": ("trainer", True, ()),
@@ -388,8 +388,20 @@ class StockTrainersTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("parts", "trainer", 2, "difference", "^expected the same. Use padded batches"),
-            ("evaluation", "trainer", 1, "difference", "^expected the same. Use padded batches"),
+            (
+                "parts",
+                "trainer",
+                2,
+                "difference",
+                "^expected the same. This is more than rounding: .* Use padded batches",
+            ),
+            (
+                "evaluation",
+                "trainer",
+                1,
+                "difference",
+                "^expected the same. This is more than rounding: .* Use padded",
+            ),
             ("metrics", "sft", 1, "leak", "^expected no leak."),
         ]
     )

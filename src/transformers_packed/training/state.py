@@ -230,6 +230,7 @@ class State:
         yield before, path
 
     def _function(self, value: FunctionType, path: str) -> Iterable[Found]:
+        # Many losses and hooks are functions that count in a variable around them, and only their cells lead to it.
         yield from self._attributes(vars(value), path)
         yield from ((cell, path) for cell in value.__closure__ or ())
         yield from ((x, path) for x in (value.__defaults__, value.__kwdefaults__))

@@ -217,13 +217,13 @@ class VerifyCallback(TrainerCallback):
             if self._anywhere(row is None):
                 return f"Not verified: {why or 'another process has no row for it'}."
             assert row is not None
-            words, unknown, side = self._verify_row(row)
+            words, unknown, seconds = self._verify_row(row)
             if not unknown:
-                words += self._verify_longer(row, loader, side.seconds)
+                words += self._verify_longer(row, loader, seconds)
         if unknown:
             return f"Not verified: {unknown}."
         if self.setup.parallel is not None:
-            words += self._verify_parts(row, loader, side)
+            words += self._verify_parts(row, loader)
         words = f"{len(documents)} documents of up to {row.longest} tokens: {words}"
         return f"Verified packing on {words}{_verify_evaluation(trainer)}"
 
@@ -238,10 +238,10 @@ class VerifyCallback(TrainerCallback):
     def _samples(self, documents: list) -> list:
         return [documents] if is_packed(self.trainer.train_dataset) else documents
 
-    def _verify_row(self, row: Row) -> tuple[str, str | None, Side]:
+    def _verify_row(self, row: Row) -> tuple[str, str | None, float]:
         """Compare the documents of a row with one another, and the row with their padded batch.
 
-        Returns the findings in words, the reason if there are none, and the steps of the row.
+        Returns the findings in words, the reason if there are none, and the seconds of a step.
         """
         trainer, model, words = self.trainer, row.model, "gradients between documents are 0"
         unseen: str | None = None
@@ -261,14 +261,14 @@ class VerifyCallback(TrainerCallback):
             words = "gradients between documents were not looked at, because FSDP frees weights"
         else:
             self._together(isolated)
-        found, side, losses = self._compare(row)
+        found, seconds, losses = self._compare(row)
         unknown = found.unknown or unseen
         if self._anywhere(unknown is not None):
             unknown = unknown or "another process could not look at its gradients"
-        return f"{words}; loss {losses}", unknown, side
+        return f"{words}; loss {losses}", unknown, seconds
 
-    def _compare(self, row: Row) -> tuple[Found, Side, str]:
-        """Compare a row with its padded batch. Returns the result, the steps of the row, and the losses in words."""
+    def _compare(self, row: Row) -> tuple[Found, float, str]:
+        """Compare a row with its padded batch. Returns the result, the seconds of a step, and the losses in words."""
         model, args = row.model, self.trainer.args
         with quiet(model):
             side = self._together(_stops_training()(lambda: Side(row.step)))
@@ -281,7 +281,7 @@ class VerifyCallback(TrainerCallback):
                 raise DifferenceError(f"{found.different} {PADDED}")
 
         self._together(equal)
-        return found, side, f"{side.loss:.4f}, padded {padded.loss:.4f}{found.note}"
+        return found, side.seconds, f"{side.loss:.4f}, padded {padded.loss:.4f}{found.note}"
 
     def _verify_longer(self, short: Row, loader: Any, seconds: float) -> str:
         """Compare a row of longer documents with its padded batch, where there are any and time allows."""
@@ -304,7 +304,7 @@ class VerifyCallback(TrainerCallback):
             return f"; no memory for {what}"
         return f"; {found.unknown}, for {what}" if found.unknown else f"; for {what} {losses}"
 
-    def _verify_parts(self, row: Row, loader: Any, whole: Side) -> str:
+    def _verify_parts(self, row: Row, loader: Any) -> str:
         """Compare the parts of a row on the processes that share it with the whole row."""
         trainer, model, sequence_parallel = self.trainer, row.model, self.trainer.sequence_parallel
         config = inner_model(model).config.get_text_config()
@@ -313,8 +313,13 @@ class VerifyCallback(TrainerCallback):
             return "; parts of the row were not compared, because routers have a loss for each row of a step"
         part = loader.collate_fn(self._samples(row.documents))
         precision = precision_of(model, trainer.args), exact_for(model, trainer.args)
+
+        def step() -> Measured:
+            with whole_rows(trainer, loader):
+                return row.step()
+
         with quiet(model):
-            parts = Side(lambda: step_of_parts(trainer, model, part, row.places))
+            parts, whole = Side(lambda: step_of_parts(trainer, model, part, row.places)), Side(step)
             found = find_difference(parts, whole, *precision, what="the whole row", anywhere=self._anywhere)
         if found.different:
             raise DifferenceError(f"{found.different} Train without sequence parallelism, or pass verify=False.")
