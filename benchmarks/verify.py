@@ -57,10 +57,10 @@ class Clock(TrainerCallback):
         self.ends.append(self.now())
 
 
-def make_samples(count: int, vocab: int, longest: int) -> list[dict]:
+def make_samples(count: int, vocab: int, shortest: int, longest: int) -> list[dict]:
     """Samples whose targets are their tokens, of lognormal lengths as in `shapes.sample_lengths`."""
     generator = torch.Generator().manual_seed(0)
-    lengths = (torch.randn(count, generator=generator) * 0.8 + 5.85).exp().long().clamp(8, longest).tolist()
+    lengths = (torch.randn(count, generator=generator) * 0.8 + 5.85).exp().long().clamp(shortest, longest).tolist()
     documents = [torch.randint(1, vocab, (n,), generator=generator).tolist() for n in lengths]
     return [{"input_ids": ids, "labels": ids} for ids in documents]
 
@@ -70,7 +70,7 @@ def train(arm: str, config: dict, args) -> dict:
     model = make_model(config, "padded", args.device)
     if args.lora:
         model = with_lora(model, False)
-    samples = make_samples(args.samples, config["vocab_size"], args.longest)
+    samples = make_samples(args.samples, config["vocab_size"], args.shortest, args.longest)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as said:
         options = PackedTrainingArguments(
             folder,
@@ -101,7 +101,7 @@ def train(arm: str, config: dict, args) -> dict:
         )
         clock = Clock(args.device)
         trainer.add_callback(clock)
-        checks = time_checks(trainer, clock)
+        checks, peaks = watch_checks(trainer, clock)
         start = clock.now()
         trainer.train()
     begin, first, second = clock.ends
@@ -114,6 +114,7 @@ def train(arm: str, config: dict, args) -> dict:
         "tokens": sum(len(sample["input_ids"]) for sample in samples),
         "batch": args.batch,
         "verify_seconds": round(sum(checks), 3) if checks else None,
+        "verify_peak_gib": round(max(peaks), 2) if peaks else None,
         "seconds_until_first_step": round(begin - start, 3),
         "first_step_seconds": round(first - begin, 3),
         "second_step_seconds": round(second - first, 3),
@@ -124,27 +125,33 @@ def train(arm: str, config: dict, args) -> dict:
     }
 
 
-def time_checks(trainer: PackedTrainer, clock: Clock) -> list[float]:
-    """A list that gets the seconds of each check of this Trainer."""
+def watch_checks(trainer: PackedTrainer, clock: Clock) -> tuple[list[float], list[float]]:
+    """Lists that get the seconds of each check of this Trainer, and its peak of memory on a GPU in GiB."""
     found: list[float] = []
+    peaks: list[float] = []
+    on_gpu = clock.device == "cuda"
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, VerifyCallback):
 
             def timed(*args, check=callback.on_train_begin, **kwargs):
                 start = clock.now()
+                if on_gpu:
+                    torch.cuda.reset_peak_memory_stats()
                 try:
                     return check(*args, **kwargs)
                 finally:
                     found.append(clock.now() - start)
+                    peaks.extend([torch.cuda.max_memory_allocated() / 2**30] if on_gpu else [])
 
             callback.on_train_begin = timed
-    return found
+    return found, peaks
 
 
 def alone(model: str, arm: str, caches: Path, args) -> dict:
     """Run one arm in a process of its own, with its kernels in the folder `caches`."""
     target = caches / "run.json"
     given = {"layers": args.layers, "samples": args.samples, "longest": args.longest, "batch": args.batch}
+    given["shortest"] = args.shortest
     given |= {"packing": args.packing, "device": args.device}
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
     options += ["--lora"] * args.lora + ["--evaluate"] * args.evaluate
@@ -178,6 +185,7 @@ def main() -> int:
     parser.add_argument("--evaluate", action="store_true", help="check the evaluation as well")
     parser.add_argument("--packing", choices=("auto", "padding_free"), default="auto")
     parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--shortest", type=int, default=8, help="fewest tokens of a sample")
     parser.add_argument("--longest", type=int, default=4096, help="most tokens of a sample")
     parser.add_argument("--batch", type=int, default=8, help="samples of a batch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
