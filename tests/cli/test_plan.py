@@ -149,7 +149,9 @@ class PlanCommandTest(unittest.TestCase):
             ("no ids", [{"input_ids": [1]}, {"input_ids": []}], [], r"line 2: expected input_ids as a list"),
             ("text as ids", [{"input_ids": "abc"}], [], "line 1: expected input_ids as a list"),
             ("ragged ids", [{"input_ids": [[1], [1, 2]]}], [], "line 1: expected input_ids as a list"),
-            ("no column", [{"input_ids": [1]}, {"text": "a"}], [], "line 2: expected input_ids as a list"),
+            ("no column", [{"input_ids": [1]}, {"text": "a"}], [], "line 2: expected the columns of the first record"),
+            ("two formats", [{"input_ids": [1], "text": "a"}], [], "Choose one with --format text or tokens"),
+            ("packed", [{"input_ids": [1, 2], "seq_lengths": [1, 1]}], [], "line 1: expected no column seq_lengths"),
             (
                 "large id",
                 [{"input_ids": [1, 2**31]}],
@@ -171,7 +173,7 @@ class PlanCommandTest(unittest.TestCase):
                 [],
                 "line 1: expected labels with the length of input_ids, 2, got 1",
             ),
-            ("another kind of record", [{"input_ids": [1]}, 3], [], "line 2: expected input_ids as a list"),
+            ("another kind of record", [{"input_ids": [1]}, 3], [], "line 2: expected a JSON object"),
         ]
     )
     def test_errors(self, _, rows, arguments, message):

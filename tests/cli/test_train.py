@@ -64,7 +64,7 @@ BAD_FILES = [
     ("not_json", GOOD_TEXT + b'\n{"text": "a"\n', 3, "got invalid JSON"),
     ("not_utf8", GOOD_TEXT + b'{"text": "\xff"}\n', 2, "expected UTF-8"),
     ("surrogate", GOOD_TEXT + b'{"text": "\\ud800"}\n', 2, "valid Unicode"),
-    ("array", b"[1, 2]\n", 1, "expected a JSON object, got a list"),
+    ("list", b"\n3\n", 2, "expected a JSON object, got a number"),
     ("missing_columns", b'{"conversations": []}\n', 1, "got the columns conversations"),
     ("no_columns", b"{}\n", 1, "got no columns"),
     ("no_completion", b'{"prompt": "a"}\n', 1, "got the columns prompt"),
@@ -312,7 +312,7 @@ class CommandTest(unittest.TestCase):
         self.check_error("--data: file .*missing.jsonl not found", data=self.directory / "missing.jsonl")
         self.check_error("a dataset with --split or --subset, got the file", "--split", "test")
         self.check_error("flex_attention", "--attn", "flex_attention")
-        self.check_error("got none in .* longer than 1 tokens", "--max-length", "1")
+        self.check_error("got none in .* longer than 1 token\\). Raise --max-length", "--max-length", "1")
         self.check_error("--max-length: expected at most --row-length, 9 tokens", "--max-length=10", "--row-length=9")
         shared = "--sequence-parallel-size"
         self.check_error(f"--every-turn without {shared}, got both. Remove", "--every-turn", f"{shared}=2")

@@ -1,17 +1,14 @@
 """Every sample line of `docs/how_to/data_formats.md` is read, in the format that its section says."""
 
 import json
-import tempfile
 import unittest
-from argparse import Namespace
-from pathlib import Path
 
 from common import pages
 from parameterized import parameterized
 from trl import chat_template_utils
 
-from transformers_packed.cli.plan import read_samples
-from transformers_packed.data.records.samples import FORMATS, make_samples
+from transformers_packed.data.records.columns import FORMATS
+from transformers_packed.data.records.samples import make_samples
 
 
 TEXT = (pages.ROOT / "docs" / "how_to" / "data_formats.md").read_text(encoding="utf-8")
@@ -32,7 +29,7 @@ def sections() -> dict[str, list[str]]:
 
 
 SECTIONS = sections()
-READ = {name: lines for name, lines in SECTIONS.items() if not name.startswith(("Tokens", "Preferences"))}
+READ = {name: lines for name, lines in SECTIONS.items() if not name.startswith("Preferences")}
 
 
 class DataFormatsTest(unittest.TestCase):
@@ -45,13 +42,6 @@ class DataFormatsTest(unittest.TestCase):
         columns = {frozenset(json.loads(line)) for lines in READ.values() for line in lines}
         shown = {name for name, needed in FORMATS.items() if any(set(needed) <= found for found in columns)}
         self.assertEqual(shown, set(FORMATS))
-
-    def test_plan_reads_tokens(self):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "tokens.jsonl"
-            path.write_text("\n".join(SECTIONS["Tokens"]))
-            samples = read_samples(Namespace(data=str(path), split=None, subset=None, format=None), None)
-        self.assertEqual([len(sample["input_ids"]) for sample in samples], [4, 4, 4])
 
     def test_preferences_are_those_of_trl(self):
         columns = [set(json.loads(line)) for name in ("Preferences", "Preferences 1") for line in SECTIONS[name]]

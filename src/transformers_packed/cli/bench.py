@@ -42,7 +42,7 @@ def add_parser(subparsers) -> Parser:
     shared("--model")
     add("--row-length", type=row_length, default=4096, metavar="N", help="tokens per step, in one packed row")
     add_count("--batch-size", "documents per padded batch", 8)
-    data = "JSON-lines or parquet file, or a dataset, with the lengths of your documents (default: generated)"
+    data = "JSON or parquet file, or a dataset, with the lengths of your documents (default: generated)"
     add("--data", metavar="FILE|NAME", help=data)
     add("--tokenizer", metavar="PATH|NAME", help="tokenizer for --data without input_ids (default: that of --model)")
     shared("--split", "--subset", "--format")

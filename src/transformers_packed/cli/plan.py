@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
 
 from ..errors import count, input_error
 from .options import Parser, output_file, row_length
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 _SHOWN_ROWS = 24
 _SHOWN_CHARACTERS = 160
 _TOKENS, _LABELS = "input_ids", "labels"
-_CORRECT = "Correct the record."
-_LARGEST_ID = np.iinfo(np.int32).max
 _COLORS = ("#1f4e79", "#e0a030", "#4c9a6a", "#d1605e", "#7a6cb0", "#5fb0c9", "#a6744a", "#8a8f3c")
 _EXAMPLES = """\
 transformers-packed plan --data chats.jsonl --model Qwen/Qwen3.5-0.8B --row-length 4096
@@ -77,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install matplotlib")
-    # The tokenizer of --model is read only if needed, because a configuration may come without one.
     tokenizer = find_tokenizer(args) if args.tokenizer or args.preview else None
     if args.preview and tokenizer is None:
         raise input_error("a tokenizer", "none", "Pass --tokenizer.", option="--preview")
@@ -112,9 +108,9 @@ def find_tokenizer(args: argparse.Namespace) -> "PreTrainedTokenizerBase | None"
 def read_samples(
     args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase | None", longest: int | None = None
 ) -> list[dict[str, np.ndarray]]:
-    """Read samples with `input_ids` and optional `labels`. Tokenizes records without `input_ids`.
+    """Read samples with `input_ids` and `labels`. Tokenizes records without `input_ids`.
 
-    Records without a target among their first `longest` tokens are dropped, as `train` does.
+    Records without a target among their first `longest` tokens are dropped, as `train` does, but not those of tokens.
 
     Raises:
         `ValueError`: a record is malformed, or text comes without a tokenizer.
@@ -126,15 +122,14 @@ def read_samples(
     first = next(records, None)
     if first is None:
         raise input_error("at least one record", "none", "Check the file or the split.", option="--data")
-    records = chain([first], records)
-    if isinstance(first[1], dict) and first[1].get(_TOKENS) is not None and args.format is None:
-        return [_tokenized(*record) for record in tqdm(records, "reading", unit="record", disable=None)]
-    tokenizer = tokenizer or find_tokenizer(args)
-    if tokenizer is None:
-        expected = f"the column {_TOKENS}, or a tokenizer"
-        raise input_error(expected, f"{args.data} without it", "Pass --tokenizer.", option="--data")
+    # The tokenizer of --model is read only if needed, because a configuration may come without one.
+    tokens = args.format in (None, "tokens") and isinstance(first[1], dict) and first[1].get(_TOKENS) is not None
+    tokenizer = tokenizer if tokens else tokenizer or find_tokenizer(args)
     # The planner handles samples that are too long.
-    samples = make_samples(records, tokenizer, sys.maxsize, args.format)
+    samples = make_samples(chain([first], records), tokenizer, sys.maxsize, args.format, keep_all=tokens)
+    if tokens:
+        # A saved plan has the numbers of the records.
+        return samples.data
     kept = [sample for sample in samples.data if count_targets(sample[_LABELS][:longest])]
     if not kept:
         fix = "Raise --row-length, or pass --overlong split."
@@ -142,48 +137,6 @@ def read_samples(
     if dropped := samples.dropped + len(samples.data) - len(kept):
         print(f"Dropped {count(dropped, 'record')} without a token with loss.", file=sys.stderr)
     return kept
-
-
-def _tokenized(place: str, record: Any) -> dict[str, np.ndarray]:
-    """The token ids and labels of the record at `place`, without masked tokens."""
-    from ..data.samples import IGNORED_LABEL, MASK
-
-    columns: dict[str, Any] = {}
-    for name, lowest in ((_TOKENS, 0), (_LABELS, IGNORED_LABEL)):
-        value = record.get(name) if isinstance(record, dict) else None
-        if value is None and name == _LABELS:
-            continue
-        try:
-            column = np.asarray(value)
-        except ValueError:
-            column = np.empty(0)
-        if column.ndim != 1 or column.dtype.kind not in "iu" or len(column) == 0:
-            raise input_error(f"{name} as a list of at least one token id", repr(value)[:60], _CORRECT, option=place)
-        wrong = column[(column < 0) & (column != lowest) | (column > _LARGEST_ID)]
-        if len(wrong):
-            expected = f"token ids from 0 to {_LARGEST_ID}{f' or {lowest}' if lowest else ''} in {name}"
-            raise input_error(expected, wrong[0], _CORRECT, option=place)
-        columns[name] = column.astype(np.int32)
-    tokens, labels = len(columns[_TOKENS]), len(columns.get(_LABELS, columns[_TOKENS]))
-    if labels != tokens:
-        raise input_error(f"{_LABELS} with the length of {_TOKENS}, {tokens}", labels, _CORRECT, option=place)
-    mask = record.get(MASK)
-    return columns if mask is None else _unmasked(place, columns, mask)
-
-
-def _unmasked(place: str, columns: dict[str, Any], mask: Any) -> dict[str, np.ndarray]:
-    """The columns of a record without its masked tokens."""
-    from ..data.samples import MASK, real_sample
-
-    if not isinstance(mask, list):
-        raise input_error(f"{MASK} as a list", repr(mask)[:60], _CORRECT, option=place)
-    try:
-        real = real_sample({**columns, MASK: mask})
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
-    if not len(real[_TOKENS]):
-        raise input_error("at least one token", "only masked tokens", "Remove the record.", option=place)
-    return {name: real[name] for name in columns}
 
 
 def describe_row(plan: "PackingPlan", row: int, samples: list, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
@@ -198,8 +151,7 @@ def describe_row(plan: "PackingPlan", row: int, samples: list, tokenizer: "PreTr
         about = f"document {number}, sample {index}, {count(length, 'token')}"
         if length < len(samples[index][_TOKENS]):
             about += f" from {start:,} on"
-        if _LABELS in part:
-            about += f", {count_targets(part[_LABELS]):,} with loss"
+        about += f", {count_targets(part[_LABELS]):,} with loss"
         yield f"+-- {about} {'-' * max(0, 75 - len(about))}"
         for line in _shorten(tokenizer.decode(part[_TOKENS].tolist())).splitlines():
             # Escape control characters, which could change the terminal.

@@ -116,8 +116,8 @@ class FileFormatTest(unittest.TestCase):
     @parameterized.expand(["jsonl", "parquet", "dataset"])
     def test_columns_that_some_records_lack(self, ending):
         rows = [
-            {"text": "a", "chat_template_kwargs": {"think": False}},
-            {"text": "b", "messages": None, "images": []},
+            {"messages": MESSAGES, "chat_template_kwargs": {"think": False}},
+            {"messages": MESSAGES, "text": None, "images": []},
         ]
         self.assertEqual(len(self.read(rows, make_tokenizer(), ending).data), 2)
 
@@ -212,9 +212,13 @@ BAD = [
     (
         "images",
         {"messages": MESSAGES, "images": ["a.png"]},
-        "no column images, got .*Images and videos are not supported",
+        "no column images beside messages, got .*Images and videos are not supported",
     ),
-    ("functions", {"messages": MESSAGES, "functions": [{"name": "look"}]}, "no column functions, .*tools"),
+    (
+        "functions",
+        {"messages": MESSAGES, "functions": [{"name": "look"}]},
+        "no column functions beside messages, .*tools",
+    ),
 ]
 
 

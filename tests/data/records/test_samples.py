@@ -172,9 +172,11 @@ class SamplesTest(unittest.TestCase):
         self.assertEqual(samples.data[1]["labels"].tolist(), [-100] * 2 + [*tokenizer("cde")["input_ids"], 1])
         self.assertEqual((samples.tokens, samples.targets), (12, 7))
         # No token predicts the first one.
-        with self.assertRaisesRegex(ValueError, r"a target, got none in 1 records \(1 are longer than 1 tokens\)"):
+        with self.assertRaisesRegex(
+            ValueError, r"a target, got none in 1 record \(1 longer than 1 token\). Raise max_length"
+        ):
             make_samples(records({"text": "abc"}), tokenizer, 1)
-        with self.assertRaisesRegex(ValueError, r"got none in 1 records \(0 are longer"):
+        with self.assertRaisesRegex(ValueError, r"got none in 1 record. Check that"):
             make_samples(records({"messages": [user("a")]}), tokenizer, 99)
 
     def test_format(self):

@@ -1,8 +1,8 @@
 """Read a file or a dataset into tokenized samples with labels.
 
 A record is a conversation (`messages`), a prompt with its completion (`prompt` and `completion`, strings or lists of
-messages), or `text`. The loss covers the assistant's turns, the completion, or the whole text. All records are read
-and checked before a command writes anything.
+messages), `text`, or tokens (`input_ids`). The loss covers the assistant's turns, the completion, the whole text, or
+the tokens that labels and masks say. All records are read and checked before a command writes anything.
 
 Parquet files and `datasets` fill the keys that an object lacks with null. Keys with null are therefore removed from the
 records of all file formats. A null that belongs to the data can be kept in a JSON string (`arguments` or `tools`).
@@ -10,8 +10,7 @@ records of all file formats. A null that belongs to the data can be kept in a JS
 
 import hashlib
 import inspect
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -24,20 +23,17 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ...errors import input_error
+from ...errors import alternatives, count, input_error
 from ..samples import IGNORED_LABEL, count_targets
 from ..trees import nodes_of
 from .chat import AssistantTurns, check_messages, describe, from_json, target_turns
+from .columns import FORMATS, formats_of, is_chat, unread_columns, with_first_turns
+from .files import FILE_ENDINGS, read_file
+from .tokens import read_tokens
 from .turns import samples_within
 
 
 logger = logging.get_logger(__name__)
-
-FORMATS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
-_FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".parquet")
-# Columns that would change the samples, but are not supported.
-_REFUSED = dict.fromkeys(("images", "videos", "audios"), "Images and videos are not supported here.")
-_REFUSED |= {"functions": "Rename it to tools, as a list of JSON schemas."}
 
 
 @dataclass
@@ -91,11 +87,12 @@ class Samples:
 
 
 def read_records(data: str, split: str | None = None, subset: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Read the records of a JSON-lines or parquet file, a dataset on the Hub, or a directory that `datasets` can load.
+    """Read the records of a JSON or parquet file, a dataset on the Hub, or a directory that `datasets` can load.
 
     Args:
         data (`str`):
-            The path of the file, or the name or directory of the dataset.
+            The path of the file, or the name or directory of the dataset. JSON is one object per line or an array, and may
+            be compressed (`.gz`, `.zst` or `.bz2`).
         split (`str`, *optional*):
             The split of the dataset, by default `"train"`. Slices such as `"train[:1%]"` are supported.
         subset (`str`, *optional*):
@@ -105,49 +102,19 @@ def read_records(data: str, split: str | None = None, subset: str | None = None)
         `tuple[str, Any]`: the place of the record, for error messages, and the record.
 
     Raises:
-        `ImportError`: the datasets library, or pyarrow for a parquet file, is missing.
+        `ImportError`: the datasets library, or pyarrow for a parquet file or a compressed one, is missing.
         `OSError`: the file or the dataset cannot be read.
-        `ValueError`: a line is not JSON, the file is not parquet, or `datasets` cannot load the dataset.
+        `ValueError`: a line or the array is not JSON, the file is not parquet or not compressed, or `datasets` cannot load the dataset.
     """
     path = Path(data)
     if path.is_file():
         if split or subset:
             raise input_error("a dataset with --split or --subset", f"the file {data}", option="--data")
-        yield from (_read_parquet if path.suffix == ".parquet" else _read_json_lines)(path)
-    elif path.suffix in _FILE_ENDINGS:
+        yield from read_file(path)
+    elif path.suffix in FILE_ENDINGS:
         raise FileNotFoundError(f"--data: file {data} not found")
     else:
         yield from _read_dataset(data, split or "train", subset)
-
-
-def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            place = f"{path}, line {number}"
-            try:
-                # Only the first line can begin with a byte order mark.
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if text.strip():
-                    yield place, json.loads(text)
-            except UnicodeDecodeError as error:
-                raise input_error("UTF-8", error, option=place) from None
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise input_error("one JSON object per line", f"invalid JSON ({error})", option=place) from None
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    if find_spec("pyarrow") is None:
-        raise ImportError(f"--data {path} needs pyarrow: pip install pyarrow")
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        with ParquetFile(path) as file:
-            records = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(1024))
-            for number, record in enumerate(records, 1):
-                yield f"{path}, row {number}", record
-    except ArrowException as error:
-        raise input_error("a parquet file", str(error).rstrip("."), option=path) from error
 
 
 def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
@@ -176,22 +143,25 @@ def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[s
 
 def make_samples(
     records: Iterable[tuple[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     max_length: int,
     format: str | None = None,
     every_turn: bool = False,
     row_length: int | None = None,
+    keep_all: bool = False,
 ) -> Samples:
     """Tokenize records of one format.
 
     A completion or a text ends with the tokenizer's EOS token, which is added if it is missing. Samples longer than
-    `max_length` are truncated at the end. Samples without a target are dropped. Both are counted.
+    `max_length` are truncated at the end. Samples without a target are dropped. Both are counted. A warning names the
+    columns that are not read. Those that would change what is trained are an error.
 
     Args:
         records (`Iterable[tuple[str, Any]]`):
             The output of [`read_records`].
         tokenizer (`PreTrainedTokenizerBase`):
-            A fast tokenizer, with a chat template for conversations and an EOS token for the other formats.
+            A fast tokenizer, with a chat template for conversations and an EOS token for completions and texts. Records
+            of tokens need none.
         max_length (`int`):
             Maximum number of tokens per sample.
         format (`str`, *optional*):
@@ -201,10 +171,12 @@ def make_samples(
             Templates that omit the reasoning of earlier turns then give samples that branch.
         row_length (`int`, *optional*):
             The most computed tokens of samples that branch. A conversation with more becomes several of them.
+        keep_all (`bool`, *optional*, defaults to `False`):
+            Whether samples without a target stay, so that those of tokens have the numbers of their records.
 
     Raises:
-        `ValueError`: a record is malformed or has another format than the first one, the tokenizer lacks a chat
-            template or an EOS token that the format needs, or no sample is left.
+        `ValueError`: a record is malformed, or has another format than the first one or a column that is refused; the
+            tokenizer lacks a chat template or an EOS token that the format needs; or no sample is left.
     """
     samples, read = None, _Records(tokenizer, format, every_turn)
     for place, record in tqdm(records, "tokenizing", unit="record", disable=None):
@@ -215,14 +187,16 @@ def make_samples(
         samples = samples or Samples(read.format)
         samples.truncated += any(len(input_ids) > max_length for input_ids, _ in renderings)
         columns = [tuple(np.array(x[:max_length], np.int32) for x in rendering) for rendering in renderings]
-        with_targets = [(input_ids, labels) for input_ids, labels in columns if count_targets(labels)]
+        with_targets = [(input_ids, labels) for input_ids, labels in columns if keep_all or count_targets(labels)]
         samples.data += samples_within(with_targets, row_length) if with_targets else []
         samples.dropped += not with_targets
     if samples is None:
         raise input_error("at least one record", "none", "Check the file or the split.", option="--data")
     if not samples.data:
-        got = f"none in {samples.dropped} records ({samples.truncated} are longer than {max_length} tokens)"
-        fix = "Raise --max-length, or check that conversations have assistant messages."
+        got, fix = f"none in {count(samples.dropped, 'record')}", "Check that conversations have assistant messages."
+        if samples.truncated:
+            got += f" ({samples.truncated:,} longer than {count(max_length, 'token')})"
+            fix = "Raise max_length, or check that conversations have assistant messages."
         raise input_error("at least one sample with a target", got, fix, option="--data")
     return samples
 
@@ -230,35 +204,34 @@ def make_samples(
 class _Records:
     """Converts records of one format to tokens and labels. The format is given or that of the first record."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, wanted: str | None, every_turn: bool):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, wanted: str | None, every_turn: bool):
+        self._tokenizer = tokenizer
         self.wanted = wanted
         self.every_turn = every_turn
         self.noted = False
+        self.named: set[str] = set()
         self.format: str | None = None
         self.turns: AssistantTurns | None = None
 
-    def __call__(self, record: Any) -> list[tuple[list[int], list[int]]]:
+    def __call__(self, record: Any) -> list[tuple[Sequence, Sequence]]:
         """The tokens and labels of a record, or those of each turn."""
         if not isinstance(record, dict):
             raise input_error("a JSON object", describe(record))
-        record = without_nulls(record)
-        for name, fix in _REFUSED.items():
-            if record.get(name):
-                raise input_error(f"no column {name}", describe(record[name]), fix)
+        record = {name: value for name, value in record.items() if value is not None}
         found = self._format_of(record)
         self.format = self.format or found
         if found != self.format:
             first, got = (" and ".join(FORMATS[name]) for name in (self.format, found))
             raise input_error(f"the columns of the first record, {first}", got, "Train each format in a separate run.")
-        if found == "messages":
-            return self._turns(record, check_messages("messages", record["messages"]))
+        record = record if found == "tokens" else without_nulls(record)
+        self._name_once(unread_columns(found, record))
+        if found == "tokens":
+            return [read_tokens(record)]
+        if is_chat(found, record):
+            return self._chat(found, record)
         if found == "text":
             input_ids = self._with_eos(self._encode(_string("text", record["text"]), add_special_tokens=True))
             return [(input_ids, input_ids)]
-        if isinstance(record["prompt"], list) or isinstance(record["completion"], list):
-            prompt, completion = (check_messages(name, record[name]) for name in FORMATS[found])
-            return self._turns(record, [*prompt, *completion], len(prompt))
         # Each part is tokenized separately, so that the prompt has the same tokens as at inference.
         prompt = _string("prompt", record["prompt"], may_be_empty=True)
         prompt_ids = self._encode(prompt, add_special_tokens=True)
@@ -266,17 +239,34 @@ class _Records:
         completion_ids = self._with_eos(self._encode(completion, add_special_tokens=False))
         return [([*prompt_ids, *completion_ids], [*[IGNORED_LABEL] * len(prompt_ids), *completion_ids])]
 
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            raise input_error("the column input_ids, or a tokenizer", "neither", "Pass --tokenizer.")
+        return self._tokenizer
+
+    def _chat(self, found: str, record: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+        prompt, *completion = (check_messages(name, record[name]) for name in FORMATS[found])
+        prompt = with_first_turns(record, prompt)
+        return self._turns(record, [*prompt, *chain(*completion)], len(prompt) if completion else None)
+
+    def _name_once(self, columns: list[str]) -> None:
+        new = [name for name in columns if name not in self.named]
+        if new:
+            self.named.update(new)
+            logger.warning(f"These columns of records are not read: {', '.join(new)}.")
+
     def _format_of(self, record: dict[str, Any]) -> str:
         """The given format, or the one that matches the columns of the record."""
-        columns = list(record)
-        found = [name for name, needed in FORMATS.items() if set(needed) <= set(columns)]
+        found = formats_of(record)
         if self.wanted in found or self.wanted is None and len(found) == 1:
             return self.wanted or found[0]
-        got = f"the columns {', '.join(columns)}" if columns else "no columns"
+        got = f"the columns {', '.join(record)}" if record else "no columns"
         if self.wanted is not None:
             raise input_error(f"{' and '.join(FORMATS[self.wanted])}, as set by --format", got)
         fix = f"Choose one with --format {' or '.join(found)}." if found else "Rename or add columns."
-        raise input_error("the columns of one format: messages, prompt and completion, or text", got, fix)
+        every = alternatives([" and ".join(needed) for needed in FORMATS.values()])
+        raise input_error(f"the columns of one format: {every}", got, fix)
 
     def _turns(
         self, record: dict[str, Any], messages: list[dict[str, Any]], first: int | None = None
