@@ -54,6 +54,17 @@ class MemoryCommandTest(unittest.TestCase):
         given = {"optimizer": "flash_adamw_release"}
         expected = f"{plan_sequence_parallel(self.config, 2**14, 1, 80, **given).summary()}\n"
         self.assertEqual(self.command("memory", *options, "--optim", "flash_adamw_release"), (0, expected, ""))
+        # What train refuses too.
+        for more, message in (
+            (
+                ("--gradient-accumulation-steps", 2),
+                "one row per step with flash_adamw_release, got 2 rows. Each backward",
+            ),
+            (("--lora",), "trained weights in bfloat16 with flash_adamw_release, got float32. LoRA adapters are"),
+        ):
+            status, _, stderr = self.command("memory", *options, "--optim", "flash_adamw_release", *more)
+            self.assertEqual(status, 1)
+            self.assertIn(message, stderr)
         status, _, stderr = self.command("memory", *options, "--optim", "adam")
         self.assertEqual(status, 2)
         self.assertIn("invalid choice: 'adam'", stderr)
@@ -74,6 +85,17 @@ class MemoryCommandTest(unittest.TestCase):
         given = {"lora_rank": 8, "lora_experts": True, "load_in_4bit": True}
         expected = f"{plan_sequence_parallel(config, 2**14, 1, 80, **given).summary()}\n"
         self.assertEqual(self.command("memory", *options), (0, expected, ""))
+
+    @parameterized.expand([64, 2**12, 2**20])
+    def test_the_memory_that_an_error_names_suffices(self, tokens):
+        sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
+        Qwen3_5TextConfig(**sizes).save_pretrained(self.path)
+        options = ("memory", "--model", self.path, "--row-length", tokens, "--gpus", 1, "--gpu-memory")
+        status, _, stderr = self.command(*options, 1e-6)
+        self.assertEqual(status, 1)
+        least = float(stderr.partition("expected at least ")[2].split()[0].replace(",", ""))
+        self.assertEqual(self.command(*options, least)[0], 0)
+        self.assertEqual(self.command(*options, 0.8 * least)[0], 1)
 
     def test_what_cannot_be_is_an_error(self):
         gpus = ("--row-length", 2**20, "--gpus", 2)

@@ -313,6 +313,11 @@ class CommandTest(unittest.TestCase):
         self.check_error("a dataset with --split or --subset, got the file", "--split", "test")
         self.check_error("flex_attention", "--attn", "flex_attention")
         self.check_error("got none in .* longer than 1 token\\). Raise --max-length", "--max-length", "1")
+        data = self.root / "long_prompts.jsonl"
+        data.write_text(json.dumps({"prompt": "a long prompt", "completion": "b"}) + "\n")
+        for raised, *given in (("row", "--row-length=4"), ("max", "--max-length=4", "--row-length=9")):
+            message = f"1 longer than 4 tokens\\). Raise --{raised}-length, or"
+            self.check_error(message, *given, data=data)
         self.check_error("--max-length: expected at most --row-length, 9 tokens", "--max-length=10", "--row-length=9")
         shared = "--sequence-parallel-size"
         self.check_error(f"--every-turn without {shared}, got both. Remove", "--every-turn", f"{shared}=2")
@@ -1059,7 +1064,7 @@ class CommandTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            (["--lora"], "--optim: expected all weights to train with flash_adamw_release, got --lora"),
+            (["--lora"], "--optim: expected trained weights in bfloat16 with flash_adamw_release, got float32. LoRA"),
             (
                 ["--dtype=float32"],
                 "--optim: expected weights in bfloat16 with flash_adamw_release, got --dtype float32",

@@ -61,7 +61,7 @@ def _run(argv: list[str] | None) -> int:
     except (ImportError, MemoryError, OSError, ValueError) as error:
         # Python's own `MemoryError` has no message.
         message = str(error) or type(error).__name__
-        print(f"{name}: {args.parser.with_options(message) if args else message}", file=sys.stderr)
+        print(f"{name}: {args.parser.with_options(message, args) if args else message}", file=sys.stderr)
         return 1
     except RuntimeError as error:
         from ..errors import is_out_of_memory

@@ -34,7 +34,7 @@ from ..models.float8 import use_float8
 from ..models.lora import adapted_layers
 from ..models.mtp import find_head
 from ..models.mtp_head import check_declared
-from ..models.optimizers import OPTIMIZERS
+from ..models.optimizers import OPTIMIZERS, check_optimizer
 from ..models.quantization import initialize_in_4bit, nf4
 from ..models.registry import registered
 from ..models.releases import builds, can_select_checkpoints, checkpointing_argument, use_one_gpu
@@ -183,14 +183,14 @@ def _check_optimizer(settings: Namespace) -> None:
     if find_spec(optimizer.package) is None:
         raise ImportError(f"--optim {name} needs {optimizer.package}: pip install {optimizer.package}")
     processes, flash = int(os.environ.get("WORLD_SIZE", 1)), optimizer.package == "flashoptim"
-    releases, accumulated = optimizer.releases, settings.gradient_accumulation_steps
+    check_optimizer(
+        name, "float32" if settings.lora else optimizer.weights, settings.gradient_accumulation_steps, "--optim"
+    )
     in_float32 = trains_in_bfloat16(settings) and settings.dtype == "float32"
-    backward, graphs = "Each backward updates the weights.", "A graph computes all gradients at once."
+    releases, graphs = optimizer.releases, "A graph computes all gradients at once."
     rules = (
-        (flash and settings.lora, "all weights to train", "--lora", "Adapters are in float32."),
         (flash and not _has_gpu(), "a GPU", "none", "Choose another one."),
         (in_float32, "weights in bfloat16", "--dtype float32", "Remove it."),
-        (releases and accumulated > 1, "one row per step", f"{accumulated} rows", backward),
         (releases and processes > 1, "one process", f"{processes}", "Choose flash_adamw."),
         (releases and settings.cuda_graphs, "no --cuda-graphs", "it", graphs),
     )

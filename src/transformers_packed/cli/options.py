@@ -86,9 +86,12 @@ class Parser(argparse.ArgumentParser):
         fix = f"{advice[0].upper()}{advice[1:]}. The command memory computes what fits."
         return str(input_error("a GPU with enough memory", described(error), fix))
 
-    def with_options(self, message: str) -> str:
-        """A message of the library with the options that set the Python arguments it names."""
+    def with_options(self, message: str, args: argparse.Namespace | None = None) -> str:
+        """A message of the library with the options that set the Python arguments it names, of those in `args`."""
         flags = {action.dest: action.option_strings[0] for action in self._actions if action.option_strings}
+        if getattr(args, "row_length", None) is not None and args.row_length == getattr(args, "max_length", None):
+            # A sample is then as long as a row, and no option but that of the row is given.
+            del flags["max_length"]
         for name, option in _ARGUMENTS.items():
             if option in flags.values():
                 flags.setdefault(name, option)

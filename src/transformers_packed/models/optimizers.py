@@ -49,6 +49,7 @@ class Optimizer:
 
 
 DEFAULT = "adamw_torch_fused"
+EACH_BACKWARD = "Each backward updates the weights."
 _AT_RANDOM = "bf16_stochastic_round=True"
 # Those of torch, torchao and bitsandbytes have the names of `TrainingArguments.optim`. With torch 2.13 and torchao 0.18,
 # FSDP2's parts of weights in bfloat16 stop `torch.compile`. Trainer leaves the moments of embeddings to bitsandbytes in
@@ -69,3 +70,25 @@ def optimizer_named(name: str) -> Optimizer:
     if name not in OPTIMIZERS:
         raise input_error(f"an optimizer of {', '.join(OPTIMIZERS)}", repr(name))
     return OPTIMIZERS[name]
+
+
+def check_optimizer(name: str, weights: str, rows: int, option: str = "") -> Optimizer:
+    """Return an optimizer, or raise the `ValueError` of what it cannot train.
+
+    Args:
+        name (`str`):
+            A name of `OPTIMIZERS`.
+        weights (`str`):
+            The dtype of the trained weights.
+        rows (`int`):
+            The rows of a step.
+        option (`str`, *optional*):
+            The option of a command that has the name.
+    """
+    optimizer = optimizer_named(name)
+    if optimizer.correction and weights != optimizer.weights:
+        fix = "LoRA adapters are in float32." if weights == "float32" else ""
+        raise input_error(f"trained weights in {optimizer.weights} with {name}", weights, fix, option=option)
+    if optimizer.releases and rows > 1:
+        raise input_error(f"one row per step with {name}", f"{rows} rows", EACH_BACKWARD, option=option)
+    return optimizer

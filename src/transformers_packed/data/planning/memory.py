@@ -4,6 +4,7 @@ All figures follow from the configuration. docs/explained/memory.md has the form
 measurements. Bytes are per GPU. Computation is in bfloat16.
 """
 
+import math
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
@@ -11,7 +12,7 @@ from transformers import PreTrainedConfig
 from ...errors import count, input_error
 from ...models.families import sizes_of
 from ...models.memory import ALL_TRAINED, FULL, HALF, Lora, way_of_attention
-from ...models.optimizers import DEFAULT, OPTIMIZERS, Optimizer, optimizer_named
+from ...models.optimizers import DEFAULT, OPTIMIZERS, check_optimizer
 from ...models.sizes import Experts, Sizes
 from ...ops.moe import MAX_RANK
 from ...parallel.groups import AttentionMethod, DeltaRuleMethod, check_methods
@@ -210,7 +211,7 @@ def plan_sequence_parallel(
         [`SequenceParallelPlan`]
 
     Raises:
-        `ValueError`: an unsupported model, or no number of processes fits. The message names the required memory.
+        `ValueError`: an unsupported model, an optimizer that cannot train this way, or no number of processes fits. The message names the required memory.
 
     Example:
 
@@ -228,7 +229,7 @@ def plan_sequence_parallel(
         config, weights, max_length=max_length, gpus=gpus, memory=memory, gradient_accumulation_steps=rows
     )
     lora = _checked_lora(sizes, config, lora_rank, lora_experts, load_in_4bit)
-    adamw = _checked_optimizer(optimizer, "float32" if lora.rank else weights)
+    adamw = check_optimizer(optimizer, "float32" if lora.rank else weights, rows)
     # Each part must cover the receptive field of the convolution.
     most = max(1, max_length // max(1, sizes.delta_rule.window - 1))
     divisors = [size for size in range(1, min(gpus, most) + 1) if gpus % size == 0]
@@ -280,15 +281,6 @@ def _checked_lora(sizes: Sizes, config: PreTrainedConfig, rank: int, experts: bo
     return Lora(rank, experts, in_4bit)
 
 
-def _checked_optimizer(name: str, weights: str) -> Optimizer:
-    """Return the optimizer of this name, or raise the error of one that does not train weights of this dtype."""
-    optimizer = optimizer_named(name)
-    if optimizer.correction and weights != optimizer.weights:
-        fix = "LoRA adapters are in float32." if weights == "float32" else ""
-        raise input_error(f"trained weights in {optimizer.weights} with {name}", weights, fix)
-    return optimizer
-
-
 def _that_fit_heads(
     numbers: list[int], sizes: Sizes, gated_delta_rule: str, attention: str | None
 ) -> tuple[list[int], ValueError | None]:
@@ -312,7 +304,7 @@ def _nothing_fits(plan: SequenceParallelPlan, unfit: ValueError | None) -> Value
     parameters, least = plan.parameters, min((ways[2] for ways in plan.options.values()), key=lambda need: need.total)
     sharded = least.weights + least.gradients + least.moments
     return input_error(
-        f"at least {_gib(least.total / FILLED)} GiB per GPU for rows of {plan.max_length:,} tokens and "
+        f"at least {_rounded_up(least.total / FILLED)} GiB per GPU for rows of {plan.max_length:,} tokens and "
         f"{parameters.total / 1e9:.2f} B parameters{_adapters(parameters, plan.lora)} on {count(plan.gpus, 'GPU')} "
         f"({_gib(sharded)} for weights, gradients "
         f"and {'AdamW' if plan.optimizer == DEFAULT else plan.optimizer}, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
@@ -373,6 +365,12 @@ def _fits(need: StepMemory, memory: float) -> bool:
 
 def _gib(count: float) -> str:
     return f"{count / _GIB:,.1f}"
+
+
+def _rounded_up(count: float) -> str:
+    """GiB with one decimal, or with two significant digits if there are less than 1."""
+    decimals = max(1, 1 - math.floor(math.log10(count / _GIB)))
+    return f"{math.ceil(count / _GIB * 10**decimals) / 10**decimals:,.{decimals}f}"
 
 
 def _mib(count: float) -> str:

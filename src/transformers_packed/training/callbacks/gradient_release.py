@@ -8,6 +8,7 @@ import transformers
 from transformers import TrainerCallback, TrainerState
 
 from ...models.cuda_graphs import find_text_models
+from ...models.optimizers import EACH_BACKWARD
 from ..checks import refused
 from ..optimizers import unwrapped
 from ..typed import Trainer
@@ -80,7 +81,7 @@ class GradientReleaseCallback(TrainerCallback):
         rules = (
             (not hasattr(optimizer, "step_param"), "an optimizer of flashoptim", kind, cls),
             (args.max_grad_norm, "max_grad_norm=0", args.max_grad_norm, clips),
-            (rows > 1, "gradient_accumulation_steps=1", rows, "Each backward updates the weights."),
+            (rows > 1, "gradient_accumulation_steps=1", rows, EACH_BACKWARD),
             (args.n_gpu > 1, one, f"{args.n_gpu} GPUs of one process", "Set CUDA_VISIBLE_DEVICES."),
             (apart, one, f"{args.world_size} processes", "DDP would sum gradients that are gone."),
             (trainer.accelerator.scaler, "bf16=True", "a scaler of gradients", "Remove fp16=True."),
