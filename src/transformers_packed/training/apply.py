@@ -1,27 +1,55 @@
 """Change a Trainer as a [`Setup`] says, and undo it. [`configure_packing`] changes a Trainer only here."""
 
-import torch
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from ..models.registry import has_our_classes, set_switches, unpatch_model
+import torch
+from transformers import TrainerCallback
+
+from ..models.registry import has_our_classes, inner_model, set_switches, unpatch_model
 from ..parallel.groups import SequenceParallel, destroy_groups
 from .preference import without_autocast
 from .setup import Change, Setup
 from .typed import Trainer
 
 
+class Applied(TrainerCallback):
+    """Holds what was done to a Trainer, as one of its callbacks, so that another set-up can undo it.
+
+    Args:
+        setup ([`Setup`]):
+            What was applied.
+        stock (`list[torch.nn.Module]`):
+            The models that had no classes of ours.
+        changes (`list[Change]`):
+            The attributes of modules, parameters and configurations that were changed while models were prepared.
+    """
+
+    def __init__(self, setup: Setup, stock: list[torch.nn.Module], changes: list[Change]):
+        self.setup, self.stock, self.changes = setup, stock, changes
+
+
+def applied_to(trainer: Trainer) -> Applied | None:
+    """What was applied to a Trainer last."""
+    return next((x for x in trainer.callback_handler.callbacks if isinstance(x, Applied)), None)
+
+
 def apply(trainer: Trainer, setup: Setup) -> None:
     """Prepare the models, and set all attributes that `setup` lists. After an error, nothing has changed."""
-    stock = [model for model in setup.models if not has_our_classes(model)]
+    models = setup.models if setup.prepare else ()
+    stock = [model for model in models if not has_our_classes(model)]
+    before = {(id(target), name): value for target, name, value in _attributes(models)}
     parallel = None
     if setup.parallel is not None:
         # First, because the process groups may not form, and not every preparation can be undone.
         parallel = SequenceParallel(device_type=trainer.args.device.type, **setup.parallel)
     try:
         with without_autocast(trainer, setup.models[:-1]):
-            for model in setup.models:
+            for model in models:
                 for prepare in setup.prepare:
                     prepare(model)
     except Exception:
+        _undo_changes(_changes_of(models, before))
         _unpatch(stock)
         if parallel is not None:
             destroy_groups(parallel)
@@ -29,34 +57,95 @@ def apply(trainer: Trainer, setup: Setup) -> None:
     if parallel is not None:
         trainer.sequence_parallel = parallel
     for target, name, value, _ in setup.changes:
-        # A list grows later, when the user adds callbacks.
-        setattr(target, name, list(value) if isinstance(value, list) else value)
+        # The list grows later, when the user adds callbacks.
+        setattr(target, name, list(value) if name == "callbacks" else value)
+    # The arguments always say which mode is active.
+    if models or any(change.target is not trainer.args for change in setup.changes):
+        trainer.callback_handler.callbacks.append(Applied(setup, stock, _changes_of(models, before)))
 
 
 def undo(trainer: Trainer, setup: Setup) -> None:
     """Undo [`apply`]. A model that is wrapped for training keeps its classes, and then computes padded batches as such."""
-    for target, name, value, before in reversed(setup.changes):
-        if isinstance(before, list):
-            # Callbacks, some of which the user may have added since.
+    undo_last(trainer)
+    trainer.args.packing = trainer.args.padding_free = False
+    with without_autocast(trainer, setup.models[:-1]):
+        for model in _unpatch(setup.models):
+            set_switches(model, packs_padding=False, skips_logits=False)
+
+
+def undo_last(trainer: Trainer) -> list[str]:
+    """Undo the last [`apply`] on a Trainer, and return what stays, in words.
+
+    A model that is wrapped for training keeps its classes, and a head that has trained is not thrown away. What the user
+    has changed since stays too.
+    """
+    applied, handler, stays = applied_to(trainer), trainer.callback_handler, []
+    if applied is None:
+        return []
+    handler.callbacks = [x for x in handler.callbacks if x is not applied]
+    _undo_changes(applied.setup.changes)
+    if applied.setup.parallel is not None:
+        destroy_groups(trainer.sequence_parallel)
+        del trainer.sequence_parallel
+    added = [x for x in applied.changes if x.before is Change and isinstance(x.value, torch.nn.Module)]
+    if added and trainer.state.global_step:
+        stays.append("the head of multi-token prediction, which has trained, stays in the model")
+        for change in added:
+            change.value.requires_grad_(False)
+    with without_autocast(trainer, applied.setup.models[:-1]):
+        _undo_changes(x for x in applied.changes if not (stays and x in added))
+        if _unpatch(applied.stock):
+            stays.append("the model keeps classes of this package, because it is wrapped for training")
+    return stays
+
+
+def _undo_changes(changes: Iterable[Change]) -> None:
+    for target, name, value, before in reversed(list(changes)):
+        if name == "callbacks":
+            # The user may have added some since.
             before = [x for x in getattr(target, name) if x in before or x not in value]
-        elif getattr(target, name) is not value:
+        elif getattr(target, name, Change) is not value:
             # The user has replaced it since.
             continue
         if before is Change:
             delattr(target, name)
         else:
             setattr(target, name, before)
-    if setup.parallel is not None:
-        destroy_groups(trainer.sequence_parallel)
-        del trainer.sequence_parallel
-    trainer.args.packing = trainer.args.padding_free = False
-    with without_autocast(trainer, setup.models[:-1]):
-        _unpatch(setup.models)
 
 
-def _unpatch(models: list[torch.nn.Module] | tuple[torch.nn.Module, ...]) -> None:
+def _changes_of(models: Iterable[torch.nn.Module], before: dict[tuple[int, str], Any]) -> list[Change]:
+    """The attributes of models that have changed. An attribute that was not there has no value before."""
+    found = (
+        (target, name, value, before.get((id(target), name), Change)) for target, name, value in _attributes(models)
+    )
+    changes = [Change(*each) for each in found if each[2] is not each[3]]
+    # Parameters of a new module leave with it.
+    return [x for x in changes if x.name != "requires_grad" or x.before is not Change]
+
+
+def _attributes(models: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, str, Any]]:
+    """What preparing a model may change, beside the classes of modules and what changes with these.
+
+    These are plain attributes and submodules, whether parameters train, and the cache of the configuration.
+    """
+    for model in models:
+        config = inner_model(model).config
+        yield config, "use_cache", getattr(config, "use_cache", None)
+        for parameter in model.parameters():
+            yield parameter, "requires_grad", parameter.requires_grad
+        for module in model.modules():
+            for name, value in (vars(module) | module._modules).items():
+                # The dictionaries are those of torch, and a forward belongs to a class.
+                if not isinstance(value, dict) and name != "forward":
+                    yield module, name, value
+
+
+def _unpatch(models: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Convert models to stock classes, and return those that are wrapped for training, which keep ours."""
+    kept = []
     for model in models:
         try:
             unpatch_model(model)
         except ValueError:
-            set_switches(model, packs_padding=False, skips_logits=False)
+            kept.append(model)
+    return kept

@@ -8,7 +8,7 @@ from ..errors import input_error
 from ..models.releases import TRAINING, check_names
 from ..parallel.groups import AttentionMethod, DeltaRuleMethod
 from . import typed
-from .apply import apply
+from .apply import applied_to, apply, undo_last
 from .callbacks.verify import VerifyCallback
 from .checks import say
 from .setup import Mode, Options, decide
@@ -52,7 +52,10 @@ def configure_packing(
       Trainer is unchanged, as it is if a row may reach code of the user: a loss, a training step or a loop. With
       `sequence_parallel_size` above 1, this is an error instead. Rows that are already packed (TRL's `packing=True`,
       [`PackingDataset`]) stay packed.
-    * `False` or `"off"`: does nothing.
+    * `False` or `"off"`: leaves the Trainer as it was built. If its own dataset or collator packs rows, the line says so.
+
+    A second call first undoes the one before, so that only its arguments count. What you have changed in between stays.
+    After training, so do a head of multi-token prediction and the classes of a model that is wrapped for training.
 
     The environment variable `TRANSFORMERS_PACKED_DISABLE_AUTO=1` turns `"auto"` off.
 
@@ -108,7 +111,8 @@ def configure_packing(
 
     Raises:
         `ValueError`: bad arguments, or `True`, `"padding_free"`, `float8=True` or a `sequence_parallel_size` above 1 is
-            not possible. The message names the reason and the argument to change. The Trainer is then unchanged.
+            not possible. The message names the reason and the argument to change. The Trainer is then unchanged, and an
+            earlier set-up stays.
             `trainer.train()` raises it if packed training differs from padded training.
 
     Example:
@@ -136,8 +140,19 @@ reference (causal convolution), per_document(sdpa) (attention)
     methods = sequence_parallel_gated_delta_rule, sequence_parallel_attention
     chosen = float8, share_prompts, cuda_graphs, verify, mtp_loss_weight, mtp_only, sequence_parallel_size, *methods
     options = Options(packing, max_length, *chosen, plan_options)
-    setup = decide(built, options)
-    apply(built, setup)
+    earlier, callbacks = applied_to(built), list(built.callback_handler.callbacks)
+    built.callback_handler.callbacks[:] = [x for x in callbacks if not isinstance(x, VerifyCallback)]
+    stays = undo_last(built)
+    try:
+        setup = decide(built, options)
+        apply(built, setup)
+    except Exception:
+        if earlier is not None:
+            apply(built, earlier.setup)
+        built.callback_handler.callbacks[:] = [applied_to(built) if x is earlier else x for x in callbacks]
+        raise
     if setup.mode != "off" and verify:
         VerifyCallback.add(built, setup)
-    return say(built, setup.line)
+    # A set-up that packs has its own classes, and one that trains the head its head.
+    found = stays if setup.mode == "off" and not options.trains_mtp else []
+    return say(built, "; ".join([setup.line, *found]))

@@ -182,13 +182,9 @@ def _check_same_row(shard: RowShard) -> None:
         raise input_error(f"the same rows on {shard.size} neighboring processes", "parts of different rows", fix)
 
 
-def against_options(
-    trainer: Trainer, mode: str, size: int, methods: dict[str, Any]
-) -> Iterator[tuple[Any, str, Any, str]]:
+def against_options(mode: str, size: int, methods: dict[str, Any]) -> Iterator[tuple[Any, str, Any, str]]:
     """The rules of the arguments for shared rows, whether rows are shared or not."""
     check_names(**methods, prefix="sequence_parallel_")
-    again, whole = getattr(trainer, "sequence_parallel", None) is not None, "a Trainer whose processes read whole rows"
-    yield again, whole, "one whose processes share rows", "Build a new Trainer."
     yield not is_size(size), "sequence_parallel_size of 1 or more", repr(size), ""
     # All but the defaults.
     given = " and ".join(f"sequence_parallel_{name}" for name, x in methods.items() if x not in ("state", None))

@@ -202,7 +202,7 @@ def _check_options(trainer: Trainer, options: Options) -> None:
         (shares and mode == "off", 'share_prompts=True with packing="auto" or "padding_free"', "packing=False", ""),
         (shares and not is_preference_trainer(trainer), prompts, name, repeats),
         (why, graphs, str(why), "Remove cuda_graphs=True."),
-        *against_options(trainer, mode, options.sequence_parallel_size, options.methods),
+        *against_options(mode, options.sequence_parallel_size, options.methods),
         *(against_mtp(trainer, options.mtp_loss_weight) if options.trains_mtp else ()),
     ):
         raise error
@@ -216,14 +216,10 @@ def _with_mtp(trainer: Trainer, setup: Setup) -> Setup:
     if not options.trains_mtp:
         return setup
     callbacks = next((x.value for x in reversed(setup.changes) if x.name == "callbacks"), handler.callbacks)
-    callbacks = [MtpCallback(), *(callback for callback in callbacks if type(callback) is not MtpCallback)]
-    count = getattr(trainer, COUNT_ITEMS)
-    count = count.count_items if isinstance(count, MtpItems) else count
-    changes = Change.of(handler, callbacks=callbacks) + Change.of(trainer, **{COUNT_ITEMS: MtpItems(count)})
+    changes = Change.of(handler, callbacks=[MtpCallback(), *callbacks])
+    changes += Change.of(trainer, **{COUNT_ITEMS: MtpItems(getattr(trainer, COUNT_ITEMS))})
     if is_sft_trainer(trainer):
-        loss = trainer.compute_loss
-        loss = loss.compute_loss if isinstance(loss, MtpLoss) else loss
-        changes += Change.of(trainer, compute_loss=MtpLoss(trainer, loss))
+        changes += Change.of(trainer, compute_loss=MtpLoss(trainer, trainer.compute_loss))
     what = "only the head" if options.mtp_only else f"with {options.mtp_loss_weight:g} x the loss of the head"
     line = f"{setup.line}; trains {what} of multi-token prediction"
     return replace(setup, line=line, changes=(*setup.changes, *changes))
@@ -242,16 +238,27 @@ def _off(trainer: Trainer, options: Options, why: str) -> Setup:
     """Leave the Trainer as it is, but for the arguments that hold the active mode, and for `float8`."""
     args = trainer.args
     unset = {name: False for name in ("packing", "padding_free") if getattr(args, name, None) is None}
-    changes, unchanged = Change.of(args, **unset), "training is unchanged"
+    changes, unchanged = Change.of(args, **unset), f"training is unchanged{_stays_packed(trainer)}"
     if isinstance(trainer.data_collator, DataCollatorWithFlattening):
         changes += Change.of(trainer, **_own_batches(trainer, trainer.data_collator))
     prepare = _whatever_the_mode(trainer, options)
     if prepare:
         liger, kept = _keep_from_liger(trainer)
         changes += liger + _of_model_init(trainer, prepare)
-        unchanged = f"batches are unchanged{_FLOAT8 * options.float8}{kept}"
+        unchanged = f"batches are unchanged{_stays_packed(trainer)}{_FLOAT8 * options.float8}{kept}"
     line = f"Packing off, {unchanged}: {why}"
     return Setup("off", line, options, (trainer.model,), prepare, tuple(changes))
+
+
+def _stays_packed(trainer: Trainer) -> str:
+    """What packs the batches of a Trainer as the user has built it."""
+    dataset, collator = trainer.train_dataset, trainer.data_collator
+    if is_packed(dataset):
+        return f", on packed rows of the train_dataset ({type(dataset).__name__})"
+    flattens = type(collator).__name__ == DataCollatorWithFlattening.__name__ or getattr(
+        collator, "padding_free", False
+    )
+    return f", on packed rows of the data_collator ({type(collator).__name__})" if flattens else ""
 
 
 def _of_batches(trainer: Trainer, options: Options) -> Setup:
@@ -267,8 +274,8 @@ def _of_batches(trainer: Trainer, options: Options) -> Setup:
     line = "Padding-free on: the model computes only the real tokens of padded batches"
     line += f"{', and a prompt once for all of its answers' if shares else ''}; isolation by "
     line += way_of_isolation(trainer)[0] + _FLOAT8 * options.float8 + kept
-    others = [callback for callback in trainer.callback_handler.callbacks if type(callback) is not WeightsCallback]
-    changes = Change.of(trainer.callback_handler, callbacks=[*others, WeightsCallback()])
+    handler = trainer.callback_handler
+    changes = Change.of(handler, callbacks=[*handler.callbacks, WeightsCallback()])
     changes += Change.of(trainer.args, packing=False, padding_free=True) + liger
     return Setup("batches", line, options, models, prepare, tuple(changes))
 
@@ -344,9 +351,8 @@ def _collator(trainer: Trainer) -> DataCollatorWithFlattening:
 
 def _own_batches(trainer: Trainer, packed: Callable) -> dict[str, OwnBatches]:
     padded = padded_batches_of(trainer)
-    found = {name: getattr(trainer, name) for name in ("get_eval_dataloader", "get_test_dataloader")}
-    methods = {name: method for name, method in found.items() if not isinstance(method, OwnBatches)}
-    return {name: OwnBatches(trainer, method, packed, padded) for name, method in methods.items()}
+    names = "get_eval_dataloader", "get_test_dataloader"
+    return {name: OwnBatches(trainer, getattr(trainer, name), packed, padded) for name in names}
 
 
 def _packed_dataset(trainer: Trainer, rows: bool, options: Options) -> Any:
@@ -428,10 +434,9 @@ def _of_callbacks(trainer: Trainer, dataset: Any, packed: bool, measures: bool, 
     # The last one holds the row length of rows that TRL packed.
     holders = [dataset, getattr(dataset, "plan", None), args if is_sft_trainer(trainer) and args.packing else None]
     row_tokens = next((x.max_length for x in holders if getattr(x, "max_length", None)), None) if packed else None
-    step = trainer.training_step
-    ahead = step if isinstance(step, RunAheadCallback) else RunAheadCallback(trainer)
-    ours = PackingMetricsCallback, PackingPlanCallback, RunAheadCallback, DocumentNoise, GraphsCallback, EveryGradient
-    replaced = *ours, WeightsCallback, WarmUpCallback
+    ahead = RunAheadCallback(trainer)
+    # The user may have added the metrics.
+    replaced = PackingMetricsCallback, WarmUpCallback
     others = [callback for callback in handler.callbacks if type(callback) not in replaced]
     # Kernels are compiled before a row is measured.
     first = [callback for callback in handler.callbacks if type(callback) is WarmUpCallback]
