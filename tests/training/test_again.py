@@ -90,7 +90,7 @@ class AgainTest(ConfigureTestCase):
     @parameterized.expand(PAIRS)
     def test_the_last_call_counts(self, first, second):
         trainer = self.check(CALLS[first], CALLS[second], self.build)
-        self.assertEqual(sum(type(x) is Applied for x in trainer.callback_handler.callbacks), 1)
+        self.assertEqual(sum(type(x) is Applied for x in trainer.callback_handler.callbacks), second != "off")
 
     @parameterized.expand([(first,) for first in CALLS])
     def test_off_leaves_the_trainer_as_built(self, first):

@@ -108,9 +108,11 @@ class StepTest(unittest.TestCase):
         )
         samples = Dataset.from_list(Samples().rows)
         sft = SFTTrainer(make_model(), args, train_dataset=samples, processing_class=tokenizer())
-        said(configure_packing, sft, "padding_free", **options)
-        # A second call replaces what the first one has set.
-        said(configure_packing, sft, "padding_free", **options)
+        # A second call undoes the first one, and creates another head.
+        random = torch.get_rng_state()
+        for _ in range(2):
+            torch.set_rng_state(random)
+            said(configure_packing, sft, "padding_free", **options)
         before = {name: x.detach().clone() for name, x in trainer_parameters(sft)}
         sft.train()
         found = {name: x.detach() - before[name] for name, x in trainer_parameters(sft)}

@@ -14,6 +14,7 @@ from common.trl_trainers import HAS_TRL, SGD, TRLTestCase, build_model
 from mixins.padding import computed_tokens
 from parameterized import parameterized
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from transformers_packed import configure_packing, prefix_tree
 from transformers_packed.models import padding
@@ -332,6 +333,8 @@ class ReasonsTest(PreferenceTestCase):
             Trainer(build_model("padded", 64), TrainingArguments(self.directory, use_cpu=True, report_to="none")),
             RewardTrainer.__new__(RewardTrainer),
         ):
+            if isinstance(trainer, RewardTrainer):
+                trainer.callback_handler = CallbackHandler([], None, None, None, None)
             with self.assertRaisesRegex(ValueError, "expected share_prompts with DPOTrainer.*share_prompts = True"):
                 configure_packing(trainer, share_prompts=True)
 

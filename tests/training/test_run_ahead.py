@@ -160,7 +160,7 @@ class RunAheadTest(unittest.TestCase):
             self.assertEqual(isnan.call_count, reads)
 
     def test_configured_twice(self):
-        trainer = configure_packing(self.trainer())
+        trainer = configure_packing(self.trainer(), "padding_free")
         self.assertNotIsInstance(trainer.training_step.step, RunAheadCallback)
 
     @parameterized.expand([("cuda", True, True), ("cuda", False, False), ("cpu", True, False)])

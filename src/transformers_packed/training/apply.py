@@ -34,10 +34,14 @@ def applied_to(trainer: Trainer) -> Applied | None:
     return next((x for x in trainer.callback_handler.callbacks if isinstance(x, Applied)), None)
 
 
-def apply(trainer: Trainer, setup: Setup) -> None:
-    """Prepare the models, and set all attributes that `setup` lists. After an error, nothing has changed."""
-    models = setup.models if setup.prepare else ()
-    stock = [model for model in models if not has_our_classes(model)]
+def apply(trainer: Trainer, setup: Setup, undone: Applied | None = None) -> list[torch.nn.Module]:
+    """Prepare the models, and set all attributes that `setup` lists. After an error, nothing has changed.
+
+    Models of an earlier set-up that [`undo_last`] has `undone` become stock models again, unless this one prepares them.
+    Those that are wrapped for training keep classes of ours, and are returned.
+    """
+    models, before_us = setup.models if setup.prepare else (), [] if undone is None else undone.stock
+    stock = [model for model in models if any(model is x for x in before_us) or not has_our_classes(model)]
     before = {(id(target), name): value for target, name, value in _attributes(models)}
     parallel = None
     if setup.parallel is not None:
@@ -62,6 +66,10 @@ def apply(trainer: Trainer, setup: Setup) -> None:
     # The arguments always say which mode is active.
     if models or any(change.target is not trainer.args for change in setup.changes):
         trainer.callback_handler.callbacks.append(Applied(setup, stock, _changes_of(models, before)))
+    if models or undone is None:
+        return []
+    with without_autocast(trainer, undone.setup.models[:-1]):
+        return _unpatch(undone.stock)
 
 
 def undo(trainer: Trainer, setup: Setup) -> None:
@@ -74,12 +82,11 @@ def undo(trainer: Trainer, setup: Setup) -> None:
 
 
 def undo_last(trainer: Trainer) -> list[str]:
-    """Undo the last [`apply`] on a Trainer, and return what stays, in words.
+    """Undo the last [`apply`] on a Trainer but for the classes of models, and return what else stays, in words.
 
-    A model that is wrapped for training keeps its classes, and a head that has trained is not thrown away. What the user
-    has changed since stays too.
+    A head that has trained is not thrown away. What the user has changed since stays too.
     """
-    applied, handler, stays = applied_to(trainer), trainer.callback_handler, []
+    applied, handler = applied_to(trainer), trainer.callback_handler
     if applied is None:
         return []
     handler.callbacks = [x for x in handler.callbacks if x is not applied]
@@ -88,15 +95,13 @@ def undo_last(trainer: Trainer) -> list[str]:
         destroy_groups(trainer.sequence_parallel)
         del trainer.sequence_parallel
     added = [x for x in applied.changes if x.before is Change and isinstance(x.value, torch.nn.Module)]
-    if added and trainer.state.global_step:
-        stays.append("the head of multi-token prediction, which has trained, stays in the model")
-        for change in added:
-            change.value.requires_grad_(False)
-    with without_autocast(trainer, applied.setup.models[:-1]):
-        _undo_changes(x for x in applied.changes if not (stays and x in added))
-        if _unpatch(applied.stock):
-            stays.append("the model keeps classes of this package, because it is wrapped for training")
-    return stays
+    if not added or not trainer.state.global_step:
+        _undo_changes(applied.changes)
+        return []
+    _undo_changes(x for x in applied.changes if not any(x is change for change in added))
+    for change in added:
+        change.value.requires_grad_(False)
+    return ["the head of multi-token prediction, which has trained, stays in the model"]
 
 
 def _undo_changes(changes: Iterable[Change]) -> None:

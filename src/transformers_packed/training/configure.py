@@ -145,14 +145,13 @@ reference (causal convolution), per_document(sdpa) (attention)
     stays = undo_last(built)
     try:
         setup = decide(built, options)
-        apply(built, setup)
+        if apply(built, setup, earlier):
+            stays.append("the model keeps classes of this package, because it is wrapped for training")
     except Exception:
         if earlier is not None:
-            apply(built, earlier.setup)
+            apply(built, earlier.setup, earlier)
         built.callback_handler.callbacks[:] = [applied_to(built) if x is earlier else x for x in callbacks]
         raise
     if setup.mode != "off" and verify:
         VerifyCallback.add(built, setup)
-    # A set-up that packs has its own classes, and one that trains the head its head.
-    found = stays if setup.mode == "off" and not options.trains_mtp else []
-    return say(built, "; ".join([setup.line, *found]))
+    return say(built, "; ".join([setup.line, *(stays if not options.trains_mtp else [])]))
