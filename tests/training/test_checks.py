@@ -1,13 +1,14 @@
 """The reasons for which `configure_packing` declines a Trainer. A declined Trainer stays unchanged."""
 
 import os
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from unittest import mock
 
 import peft
 import pytest
 import torch
 import transformers
+import trl
 from accelerate.state import AcceleratorState
 from common.families import tiny_model
 from datasets import Dataset
@@ -18,6 +19,9 @@ from parameterized import parameterized
 from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import CONFIGS, Samples, collate_padded, updates_and_log
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import GRPOTrainer, RewardTrainer, SFTTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.utils import identity
 
 from transformers_packed import PackingDataset, configure_packing, pack_dataset
 from transformers_packed.audit.tiny import tiny_config
@@ -26,6 +30,10 @@ from transformers_packed.models import verdict
 from transformers_packed.models.releases import supports_other_families
 from transformers_packed.training import checks as module
 from transformers_packed.training import setup
+from transformers_packed.training.checks import _of_collator
+
+
+library_collate = FunctionType((lambda rows: {}).__code__, {"__name__": "library.collators"}, "library_collate")
 
 
 class OwnLoss(Trainer):
@@ -76,6 +84,28 @@ class ReasonsTest(ConfigureTestCase):
         collator = transformers.DataCollatorForTokenClassification(tokenizer())
         self.check(self.trainer(collator=collator), r"custom data collator \(DataCollatorForTokenClassification\)")
         self.check(self.trainer(collator=lambda rows: {}), r"custom data collator \(<lambda>\)")
+
+    @parameterized.expand(
+        [
+            # What the class brings.
+            (getattr(trl, "DistillationTrainer", GRPOTrainer), identity, True),
+            (RewardTrainer, DataCollatorForPreference(0), True),
+            (type("LibraryTrainer", (Trainer,), {"__module__": "library.trainers"}), library_collate, True),
+            (type("OwnTrainer", (GRPOTrainer,), {"__module__": "__main__"}), identity, True),
+            # What the user has passed.
+            (Trainer, identity, False),
+            (SFTTrainer, DataCollatorForPreference(0), False),
+            (type("OwnTrainer", (Trainer,), {"__module__": "__main__"}), library_collate, False),
+        ]
+    )
+    def test_the_collator_of_a_class(self, cls, collator, brings):
+        trainer = self.trainer(collator=collator)
+        trainer.__class__ = cls
+        name = getattr(collator, "__name__", type(collator).__name__)
+        want = f"got a custom data collator ({name}), which may do more. Do not pass data_collator"
+        if brings:
+            want = f"got a {cls.__name__}, whose own data collator ({name}) may do more. Train it as it is."
+        self.assertIn(want, str(next(_of_collator(trainer))))
 
     def test_vision_dataset_of_trl(self):
         trainer = self.build("sft")
@@ -154,7 +184,7 @@ class ReasonsTest(ConfigureTestCase):
     def test_own_loss(self):
         trainer = self.trainer()
         own = OwnLoss(trainer.model, trainer.args, train_dataset=Samples(6))
-        self.check(own, "a custom compute_loss, which", explicit=None)
+        self.check(own, "a custom OwnLoss.compute_loss, which", explicit=None)
         self.check(
             self.trainer(compute_loss_func=lambda *a, **k: 0), "a custom compute_loss_func, which", explicit=None
         )

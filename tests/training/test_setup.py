@@ -92,7 +92,8 @@ class OverriddenTest(SetupTestCase):
     def test_auto_leaves_it_alone(self, name, how):
         trainer = self.own(name, how)
         self.assertEqual(overridden(trainer), [name])
-        self.assertIn(f"got a custom {name}, which may count samples", said(configure_packing, trainer)[0])
+        named = f"OwnTrainer.{name}" if how == "class" else name
+        self.assertIn(f"got a custom {named}, which may count samples", said(configure_packing, trainer)[0])
         said(trainer.train)
         self.assertEqual(trainer.state.global_step, 1)
         output, _ = said(configure_packing, self.own(name, how), "padding_free")

@@ -1,6 +1,7 @@
 """Change a Trainer as a [`Setup`] says, and undo it. [`configure_packing`] changes a Trainer only here."""
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -49,9 +50,8 @@ def apply(trainer: Trainer, setup: Setup, undone: Applied | None = None) -> list
         parallel = SequenceParallel(device_type=trainer.args.device.type, **setup.parallel)
     try:
         with without_autocast(trainer, setup.models[:-1]):
-            for model in models:
-                for prepare in setup.prepare:
-                    prepare(model)
+            for model, prepare in product(models, setup.prepare):
+                prepare(model)
     except Exception:
         _undo_changes(_changes_of(models, before))
         _unpatch(stock)

@@ -103,7 +103,7 @@ def _reasons(trainer: Trainer, mode: str, share_prompts: bool, shares_rows: bool
     if not padded:
         yield from filter(None, [isolation(trainer.model, mode == "auto")[1]])
     if mode == "auto":
-        own = ", ".join(overridden(trainer))
+        own = ", ".join(_owned(trainer, name) for name in overridden(trainer))
         got = f"a custom {own}, which may count samples or read the mask"
         alone = trainer.args.per_device_train_batch_size == 1 and not has_packed_rows(trainer)
         alone = alone and not padded and not shares_rows
@@ -149,9 +149,30 @@ def overridden(trainer: Trainer, *names: str) -> list[str]:
 
 def _is_known(part: Any) -> bool:
     """Whether the code of a method or a callable object is from a known module, whatever it is wrapped to look like."""
+    return _package_of(part) in _KNOWN
+
+
+def _package_of(part: Any) -> str:
     function = getattr(part, "__func__", part)
     home = getattr(function, "__globals__", {"__name__": type(part).__module__})["__name__"]
-    return home.partition(".")[0] in _KNOWN
+    return home.partition(".")[0]
+
+
+def _brings(trainer: Trainer, part: Any) -> bool:
+    """Whether a part of a Trainer comes from the package of its class, so that the user did not pass it.
+
+    Transformers' Trainer brings only parts that are known, and TRL's `SFTTrainer` too.
+    """
+    homes = [(c.__module__.partition(".")[0], c.__name__) for c in type(trainer).__mro__]
+    name = next((name for package, name in homes if package == _package_of(part)), None)
+    return name not in (None, "SFTTrainer") and _package_of(part) not in ("transformers", "__main__")
+
+
+def _owned(trainer: Trainer, name: str) -> str:
+    """The name of a method with the class that replaced it, which may be that of a library."""
+    owners = (c for c in type(trainer).__mro__ if name in vars(c) and name not in vars(trainer))
+    owner = next(owners, None)
+    return name if owner is None else f"{owner.__name__}.{name}"
 
 
 def _of_patch(trainer: Trainer, padded: bool) -> Iterator[ValueError]:
@@ -326,8 +347,14 @@ def _of_collator(trainer: Trainer) -> Iterator[ValueError]:
         return
     known = kind.__module__.startswith(("transformers.", "trl.trainer.sft")) and kind.__name__ in _PADDING + _LABELLING
     if not known or getattr(collator, "mlm", False):
-        got = f"a custom data collator ({getattr(collator, '__name__', kind.__name__)}), which may do more"
+        name = getattr(collator, "__name__", kind.__name__)
+        got = f"a custom data collator ({name}), which may do more"
         fix = "Do not pass data_collator, or pass transformers_packed.DataCollatorWithFlattening."
+        if _brings(trainer, collator):
+            got, fix = (
+                f"a {type(trainer).__name__}, whose own data collator ({name}) may do more",
+                "Train it as it is.",
+            )
         yield input_error("a collator that only pads", got, fix)
 
 
