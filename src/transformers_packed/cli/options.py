@@ -89,7 +89,8 @@ class Parser(argparse.ArgumentParser):
     def with_options(self, message: str, args: argparse.Namespace | None = None) -> str:
         """A message of the library with the options that set the Python arguments it names, of those in `args`."""
         flags = {action.dest: action.option_strings[0] for action in self._actions if action.option_strings}
-        if getattr(args, "row_length", None) is not None and args.row_length == getattr(args, "max_length", None):
+        row = getattr(args, "row_length", None)
+        if row is not None and row == getattr(args, "max_length", None):
             # A sample is then as long as a row, and no option but that of the row is given.
             del flags["max_length"]
         for name, option in _ARGUMENTS.items():
