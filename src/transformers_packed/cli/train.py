@@ -29,7 +29,8 @@ def add_parser(subparsers) -> Parser:
         help="fine-tune a model on packed rows",
         description="Fine-tune a checkpoint of Qwen3-Next, Qwen3.5/3.6/3.8, Qwen3.5/3.6/3.8-MoE, OLMo-Hybrid, "
         "Kimi-Linear or Bailing-Hybrid on packed rows with the stock Trainer. A record of the data is a conversation "
-        "(messages), a prompt and its completion, or a text. The loss covers the assistant's turns, the completion, or the whole text.",
+        "(messages), a prompt and its completion, a text, or tokens (input_ids). The loss covers the assistant's turns, the "
+        "completion, the whole text, or the tokens that labels or a mask leave in.",
         examples=_EXAMPLES,
     )
     add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
