@@ -253,7 +253,7 @@ def _off(trainer: Trainer, options: Options, why: str) -> Setup:
 def _stays_packed(trainer: Trainer) -> str:
     """What packs the batches of a Trainer as the user has built it."""
     dataset, collator = trainer.train_dataset, trainer.data_collator
-    if is_packed(dataset):
+    if has_packed_rows(trainer):
         return f", on packed rows of the train_dataset ({type(dataset).__name__})"
     flattens = type(collator).__name__ == DataCollatorWithFlattening.__name__ or getattr(
         collator, "padding_free", False
