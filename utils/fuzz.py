@@ -115,6 +115,8 @@ def draw(seed: int) -> Setup:
     arguments = {name: value for name, value in arguments.items() if value is not None} if loop == "trainer" else {}
     # Only configured Trainers draw noise by document. Of a stock model with a cache, the collator can only warn.
     unfit = ("neftune_noise_alpha",) * (not configured) + ("use_cache",) * (way == "stock")
+    # Trainer smooths the labels of vision-language models without a shift, where the first ones of documents count too.
+    unfit += ("label_smoothing_factor",) * (family == "qwen3_5_vl" and not configured)
     arguments = {name: value for name, value in arguments.items() if name not in unfit}
     config = {"tie_word_embeddings": rarely(True), "hidden_act": rarely("gelu"), "attention_bias": rarely(True)}
     if "moe" in family or family == "qwen3_next":
@@ -123,8 +125,9 @@ def draw(seed: int) -> Setup:
     if "neftune_noise_alpha" in arguments:
         # The noise is measured as the difference from the embeddings, so nothing else may change them.
         changes, adapter = (), ""
-    if loop != "trainer" and adapter in PROMPTS:
-        # Here PEFT drops position_ids with a warning, before any code of this package runs.
+    unread = loop != "trainer" or (mode == "rows" and not collator)
+    if adapter in PROMPTS and not configured and unread:
+        # Here PEFT drops position_ids with a warning, before any code of this package runs. Other boundaries are refused.
         adapter = ""
     bf16 = rng.random() < 0.15
     evaluation = rarely("loss", share=0.3)
@@ -188,7 +191,9 @@ def _draw_own(rng: random.Random, setup: Setup) -> Setup:
     """Sometimes a method of the user's own. Explicit modes trust what reads one sample a row, so they get none."""
     trusting = {"padding_free": (*PER_TOKEN, *PER_SAMPLE), "pack": PER_TOKEN, "rows": PER_TOKEN}
     own = rng.choice(trusting.get(setup.mode, tuple(OWN)))
-    if setup.loop != "trainer" or setup.mask or setup.way == "stock" or rng.random() > 0.2:
+    # A mean over samples counts an empty one, or does not, as the collator does.
+    unfit = setup.mask or setup.way == "stock" or (setup.empty and own in PER_SAMPLE)
+    if setup.loop != "trainer" or unfit or rng.random() > 0.2:
         return setup
     # Their loss has no part of routers.
     config = {name: value for name, value in setup.config.items() if name != "output_router_logits"}

@@ -327,7 +327,14 @@ class RefusalsTest(unittest.TestCase):
         loss = trains(model, None, make(samples), lambda trainer: configure_packing(trainer, "padding_free"))
         self.assertAlmostEqual(loss, expected, places=4)
 
-    @parameterized.expand([("empty", []), ("nested", [[1, 2]]), ("none", None), ("floats", [1.5])])
+    def test_no_prefix(self):
+        """A column that is missing is absent."""
+        samples = [{"input_ids": [1]}, group(None, [8])]
+        self.check(
+            DataCollatorWithFlattening(model=self.model), samples, "expected input_ids in sample 1, got columns"
+        )
+
+    @parameterized.expand([("empty", []), ("nested", [[1, 2]]), ("floats", [1.5])])
     def test_prefixes(self, _, prefix):
         samples = [{"input_ids": [1]}, group(prefix, [8])]
         self.check(DataCollatorWithFlattening(model=self.model), samples, "expected a prefix of at least one token")

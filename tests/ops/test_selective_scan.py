@@ -181,7 +181,8 @@ class InterpretedTest(ScanTesterMixin, InterpretedKernelsTest):
             self.assertLess(errors(pair[:1], pair[1:])[0], 1e-6, channel)
         found = expected[5].abs() > 1e-20
         difference = (actual[5] - expected[5])[found] / expected[5][found]
-        self.assertLess(float(difference.abs().max()), 1e-4)
+        # Rounding of float32, times what the difference loses of the sums.
+        self.assertLess(float(difference.abs().max()), 5e-4)
 
     def test_inputs_of_several_dtypes(self):
         """As under autocast: parameters stay in float32."""

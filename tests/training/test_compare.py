@@ -43,8 +43,8 @@ class NoiseTest(unittest.TestCase):
                 self.assertIsNotNone(found, message)
 
     def test_equal_noise_is_rarely_a_difference(self):
-        found = [different(side(2 * at, 1.0, 0.1), side(2 * at + 1, 1.0, 0.1)) for at in range(1000)]
-        self.assertLessEqual(sum(x is not None for x in found), 4)
+        found = [different(side(2 * at, 1.0, 0.1), side(2 * at + 1, 1.0, 0.1)) for at in range(300)]
+        self.assertLessEqual(sum(x is not None for x in found), 2)
 
     def test_the_noise_of_the_row_alone(self):
         """As of a fault that changes by chance."""

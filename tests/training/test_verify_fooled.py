@@ -170,7 +170,7 @@ class LongTest(FooledTestCase):
         trainer = self.configured(late_tokens, dataset=self.samples(300))
         self.refuses(trainer, "expected the loss .* of the padded batch of the same documents, got")
 
-    @parameterized.expand([(45, None), (300, 300), (3000, 448)])
+    @parameterized.expand([(45, None), (300, 300), (700, 448)])
     def test_what_was_looked_at(self, longest, said_to_be):
         trainer = self.configured(dataset=self.samples(longest))
         line = said(trainer.train)[0]
@@ -193,10 +193,9 @@ class LongTest(FooledTestCase):
 
 
 class RoundingTest(FooledTestCase):
-    @parameterized.expand([0, 9])
-    def test_a_router_in_float32(self, seed):
+    def test_a_router_in_float32(self):
         """With large weights, rounding changes the expert of a token, and with it the loss by 2e-3."""
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         layers = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
         config = Qwen3NextConfig(**{**TINY, **EXPERTS, **layers, "initializer_range": 0.5})
         trainer = self.configured(model=AutoModelForCausalLM.from_config(config), dataset=Samples(24))

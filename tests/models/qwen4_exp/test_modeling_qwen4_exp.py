@@ -79,6 +79,8 @@ class Qwen4ExpModelTest(
     builtin_class = builtin.Qwen4ExpForCausalLM
     packed_class = packed.Qwen4ExpForCausalLM
     is_moe = True
+    # Three times what the gradients of the decay differ by on processors with AVX2 alone.
+    decay_bar = 3e-4
     constants = (*PackedModelTesterMixin.constants, "ple.conv1d")
     attention_kind = "indexed_attention"
     has_flex = False

@@ -126,6 +126,6 @@ class ResumedPlanTest(unittest.TestCase):
         self.assertEqual(trainer.state.global_step, 2)
 
     def test_configured_twice(self):
-        trainer = configure_packing(self.trainer())
+        trainer = configure_packing(self.trainer(), True, 64)
         names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
         self.assertEqual(names.count("PackingPlanCallback"), 1)

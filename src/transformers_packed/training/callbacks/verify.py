@@ -20,7 +20,7 @@ Weights, gradients, random states, and what the Trainer, its modules and its dat
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -196,7 +196,7 @@ class VerifyCallback(TrainerCallback):
             tuned_in_threads(),
         ):
             if self.setup.mode == "batches":
-                words = _verify_batches(trainer, model, loader, self._together, self._anywhere)
+                words = self._verify_batches(model, loader)
             else:
                 words = self._verify_data(model, loader, state)
         # Which large tensors have changed is known by now.
@@ -245,27 +245,37 @@ class VerifyCallback(TrainerCallback):
         """
         trainer, model, words = self.trainer, row.model, "gradients between documents are 0"
         unseen: str | None = None
-
-        @_stops_training()
-        def isolated() -> None:
-            nonlocal unseen
-            try:
-                leak = leak_between(model, lambda: loss_of(trainer, model, row.batch), row.batch, row.places)
-            except UnseenError as error:
-                # The losses tell whether this is so in a padded batch too.
-                unseen = described(error)
-            else:
-                check_leak(leak, len(row.documents))
-
         if trainer.is_fsdp_enabled:
             words = "gradients between documents were not looked at, because FSDP frees weights"
         else:
-            self._together(isolated)
+            unseen = self._look_between(
+                model, lambda: loss_of(trainer, model, row.batch), row.batch, row.places, _stops_training()
+            )
         found, seconds, losses = self._compare(row)
         unknown = found.unknown or unseen
         if self._anywhere(unknown is not None):
             unknown = unknown or "another process could not look at its gradients"
         return f"{words}; loss {losses}", unknown, seconds
+
+    def _look_between(
+        self, model, forward: Callable, batch: dict, places: list, errors: AbstractContextManager
+    ) -> str | None:
+        """Look for gradients between documents, and return why there are none to look at, if so."""
+        unseen: str | None = None
+
+        def look() -> None:
+            nonlocal unseen
+            try:
+                with errors:
+                    leak = leak_between(model, forward, batch, places)
+            except UnseenError as error:
+                # What follows tells whether this is so in a padded batch too.
+                unseen = described(error)
+            else:
+                check_leak(leak, len(places))
+
+        self._together(look)
+        return unseen
 
     def _compare(self, row: Row) -> tuple[Found, float, str]:
         """Compare a row with its padded batch. Returns the result, the seconds of a step, and the losses in words."""
@@ -325,6 +335,42 @@ class VerifyCallback(TrainerCallback):
             raise DifferenceError(f"{found.different} Train without sequence parallelism, or pass verify=False.")
         return f"; {sequence_parallel.size} parts of the row {found.unknown or f'{parts.loss:.4f}{found.note}'}"
 
+    def _verify_batches(self, model, loader: Any) -> str:
+        """Compare a padded batch that the model packs with one that it does not pack."""
+        trainer, unseen = self.trainer, None
+        batch = _padded_batch(trainer, model, loader)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        if getattr(inner_model(model), "share_prompts", False):
+            words = f"gradients between rows were not looked at, because rows share prompts{_saved(ids, mask)}"
+        else:
+            rows = [torch.arange(ids.shape[1])[real] + at * ids.shape[1] for at, real in enumerate(mask.bool().cpu())]
+
+            def forward() -> None:
+                with trainer.compute_loss_context_manager():
+                    model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+            words, unseen = (
+                "gradients between rows are 0",
+                self._look_between(model, forward, batch, rows, nullcontext()),
+            )
+
+        def padded_scores() -> Measured:
+            with not_packing(model):
+                return scores_of(trainer, model, batch)
+
+        with quiet(model):
+            packed, padded = Side(lambda: scores_of(trainer, model, batch)), Side(padded_scores)
+            precision = precision_of(model, trainer.args), exact_for(model, trainer.args)
+            found = find_difference(packed, padded, *precision, anywhere=self._anywhere)
+        if found.different:
+            raise DifferenceError(f"{found.different} {PADDED}")
+        if found.unknown or unseen:
+            return f"Not verified: {found.unknown or unseen}."
+        a, b = (side.all(SCORES)[0] for side in (packed, padded))
+        distance = float((a - b).norm() / b.norm().clamp(min=1e-12))
+        words = f"{len(ids)} rows of up to {int(mask.sum(1).max())} tokens: {words}"
+        return f"Verified packing on {words}; log-probabilities differ by {distance:.0e} from padded ones{found.note}"
+
 
 @contextmanager
 def _stops_training() -> Iterator[None]:
@@ -339,55 +385,6 @@ def _stops_training() -> Iterator[None]:
             raise
         message = input_error("a step of training on packed rows", described(error), PADDED)
         raise DifferenceError(str(message)) from error
-
-
-def _verify_batches(
-    trainer: Trainer,
-    model,
-    loader: Any,
-    together: Callable[[Callable], Any],
-    anywhere: Callable[[bool], bool],
-) -> str:
-    """Compare a padded batch that the model packs with one that it does not pack."""
-    batch = _padded_batch(trainer, model, loader)
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    inner = inner_model(model)
-    unseen: str | None = None
-    if getattr(inner, "share_prompts", False):
-        words = f"gradients between rows were not looked at, because rows share prompts{_saved(ids, mask)}"
-    else:
-        rows = [torch.arange(ids.shape[1])[real] + at * ids.shape[1] for at, real in enumerate(mask.bool().cpu())]
-
-        def forward() -> None:
-            with trainer.compute_loss_context_manager():
-                model(input_ids=ids, attention_mask=mask, use_cache=False)
-
-        try:
-            leak = leak_between(model, forward, batch, rows)
-        except UnseenError as error:
-            unseen = described(error)
-        else:
-            together(lambda: check_leak(leak, len(rows)))
-        words = "gradients between rows are 0"
-
-    def padded_scores() -> Measured:
-        with not_packing(model):
-            return scores_of(trainer, model, batch)
-
-    with quiet(model):
-        packed, padded = Side(lambda: scores_of(trainer, model, batch)), Side(padded_scores)
-        precision = precision_of(model, trainer.args), exact_for(model, trainer.args)
-        found = find_difference(packed, padded, *precision, anywhere=anywhere)
-    if found.different:
-        raise DifferenceError(f"{found.different} {PADDED}")
-    if found.unknown or unseen:
-        return f"Not verified: {found.unknown or unseen}."
-    a, b = (side.all(SCORES)[0] for side in (packed, padded))
-    distance = float((a - b).norm() / b.norm().clamp(min=1e-12))
-    what = f"{len(ids)} rows of up to {int(mask.sum(1).max())} tokens"
-    return (
-        f"Verified packing on {what}: {words}; log-probabilities differ by {distance:.0e} from padded ones{found.note}"
-    )
 
 
 def _saved(ids: torch.Tensor, mask: torch.Tensor) -> str:
