@@ -16,7 +16,7 @@ import torch
 from mixins.configure import ConfigureTestCase, said
 from parameterized import parameterized
 from scripts import configured_arms
-from scripts.trainer_arms import CONFIGS, Samples
+from scripts.trainer_arms import CONFIGS, OPTIONS, Samples
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from transformers_packed import configure_packing
@@ -263,16 +263,7 @@ class TracesTest(ConfigureTestCase):
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
-        args = TrainingArguments(
-            self.directory,
-            per_device_train_batch_size=3,
-            max_steps=3,
-            logging_steps=1,
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            save_strategy="no",
-        )
+        args = TrainingArguments(self.directory, **{**OPTIONS, "per_device_train_batch_size": 3, "max_steps": 3})
         trainer = OwnTrainer(AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()), args, train_dataset=Drawing())
         counting = Counting()
         trainer.add_callback(counting)

@@ -212,7 +212,7 @@ def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
 def _note_restarts(position_ids: torch.Tensor | None, real: torch.Tensor) -> None:
     """Warn of a row that looks packed but has a mask."""
     positions = position_rows(position_ids)
-    if positions is not None and bool(real.all()) and bool(restarts_in(positions)[0].any()):
+    if positions is not None and bool(real.all()) and bool(restarts_in(positions.to("cpu"))[0].any()):
         logger.warning_once(
             "position_ids restart in a row with an attention_mask of ones, so the row is computed as one document. "
             "If it holds several documents, remove the mask."

@@ -27,7 +27,7 @@ class RunAheadCallback(TrainerCallback):
         self.trainer, self.step = trainer, trainer.training_step
         self.filters, self.number = False, 0
         self.total: torch.Tensor | float = 0.0
-        self.left_out: torch.Tensor | int = 0
+        self.finite: torch.Tensor | int = 0
 
     def __call__(self, *args, **kwargs) -> torch.Tensor:
         loss, settings = self.step(*args, **kwargs), self.trainer.args
@@ -38,7 +38,7 @@ class RunAheadCallback(TrainerCallback):
             is_finite = torch.isfinite(loss)
             loss = torch.where(is_finite, loss, self.total / max(self.number, 1))
             self.total, self.number = self.total + loss, self.number + 1
-            self.left_out = self.left_out + ~is_finite
+            self.finite = self.finite + is_finite
         return loss
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -48,11 +48,11 @@ class RunAheadCallback(TrainerCallback):
     on_substep_end = on_step_end
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.total, self.number, self.left_out = 0.0, 0, 0
+        self.total, self.number, self.finite = 0.0, 0, 0
 
     def on_log(self, args, state, control, **kwargs):
         # The log has just waited for the device.
-        if left_out := int(self.left_out):
+        if left_out := self.number - int(self.finite):
             logger.warning(
                 f"{left_out} of {self.number:,} losses since the last log were not finite. The log counts the mean of "
                 "the others for them; logging_nan_inf_filter=False shows them."

@@ -143,7 +143,7 @@ class State:
         if slots:
             self._undo.append(undo)
         yield from _named(before, path)
-        yield from ((base, path) for base in type(value).__mro__ if _is_of_user(base.__module__))
+        yield from ((base, path) for base in type(value).__mro__)
 
     def _attributes(
         self, values: dict[str, Any], path: str, chosen: Callable[[str], bool] = lambda name: True
@@ -167,7 +167,7 @@ class State:
         # FSDP exchanges parameters.
         yield from self._attributes(vars(value), path, lambda name: name not in ("_parameters", "_modules"))
         yield from _named({**value._parameters, **value._modules}, path)
-        yield from ((base, path) for base in type(value).__mro__ if _is_of_user(base.__module__))
+        yield from ((base, path) for base in type(value).__mro__)
 
     def _tensor(self, value: torch.Tensor, path: str) -> Iterable[Found]:
         if value.is_leaf and value.requires_grad:

@@ -44,6 +44,7 @@ from ...ops.autotuning import tuned_in_threads
 from ..apply import undo
 from ..checks import say
 from ..compare import (
+    BATCH,
     PADDED,
     DifferenceError,
     Found,
@@ -279,12 +280,11 @@ class VerifyCallback(TrainerCallback):
 
     def _compare(self, row: Row) -> tuple[Found, float, str]:
         """Compare a row with its padded batch. Returns the result, the seconds of a step, and the losses in words."""
-        model, args = row.model, self.trainer.args
+        model = row.model
         with quiet(model):
             side = self._together(_stops_training()(lambda: Side(row.step)))
             padded = Side(row.step_padded)
-            precision = precision_of(model, args), exact_for(model, args)
-            found = find_difference(side, padded, *precision, anywhere=self._anywhere)
+            found = self._find(model, side, padded)
 
         def equal() -> None:
             if found.different:
@@ -292,6 +292,11 @@ class VerifyCallback(TrainerCallback):
 
         self._together(equal)
         return found, side.seconds, f"{side.loss:.4f}, padded {padded.loss:.4f}{found.note}"
+
+    def _find(self, model, row: Side, other: Side, what: str = BATCH) -> Found:
+        """Compare two sides in the precision of the Trainer."""
+        precision = precision_of(model, self.trainer.args), exact_for(model, self.trainer.args)
+        return find_difference(row, other, *precision, what=what, anywhere=self._anywhere)
 
     def _verify_longer(self, short: Row, loader: Any, seconds: float) -> str:
         """Compare a row of longer documents with its padded batch, where there are any and time allows."""
@@ -322,7 +327,6 @@ class VerifyCallback(TrainerCallback):
             # It counts once for each row of a step, so not as often here as in a step of one row.
             return "; parts of the row were not compared, because routers have a loss for each row of a step"
         part = loader.collate_fn(self._samples(row.documents))
-        precision = precision_of(model, trainer.args), exact_for(model, trainer.args)
 
         def step() -> Measured:
             with whole_rows(trainer, loader):
@@ -330,7 +334,7 @@ class VerifyCallback(TrainerCallback):
 
         with quiet(model):
             parts, whole = Side(lambda: step_of_parts(trainer, model, part, row.places)), Side(step)
-            found = find_difference(parts, whole, *precision, what="the whole row", anywhere=self._anywhere)
+            found = self._find(model, parts, whole, "the whole row")
         if found.different:
             raise DifferenceError(f"{found.different} Train without sequence parallelism, or pass verify=False.")
         return f"; {sequence_parallel.size} parts of the row {found.unknown or f'{parts.loss:.4f}{found.note}'}"
@@ -360,8 +364,7 @@ class VerifyCallback(TrainerCallback):
 
         with quiet(model):
             packed, padded = Side(lambda: scores_of(trainer, model, batch)), Side(padded_scores)
-            precision = precision_of(model, trainer.args), exact_for(model, trainer.args)
-            found = find_difference(packed, padded, *precision, anywhere=self._anywhere)
+            found = self._find(model, packed, padded)
         if found.different:
             raise DifferenceError(f"{found.different} {PADDED}")
         if found.unknown or unseen:
