@@ -52,50 +52,21 @@ class VisibleKernelsTest(unittest.TestCase):
         self.assertNotEqual(result.returncode, 0)
         self.assertIn("0 active drivers", result.stderr)
 
-    def test_the_kimi_delta_rule_calls_functions_as_the_package_has_them(self):
-        """All arguments exist, with and without a gate, on batches, packed rows and single tokens."""
+    def test_the_kimi_delta_rule(self):
+        """It calls functions as the package has them: all arguments exist, on batches, packed rows and single tokens.
+
+        Layers share the chunks of a row in these calls only, because others may record the search in a CUDA graph.
+        """
         result = self.run_python(
-            "import inspect, torch\n"
+            "import importlib, inspect, torch\n"
             "from fla.ops import kda\n"
             "from transformers_packed import SequenceBoundaries\n"
             "from transformers_packed.ops.backends import fla\n"
-            "def fake(name, signature):\n"
-            "    def function(*args, **kwargs):\n"
-            "        signature.bind(*args, **kwargs)\n"
-            "        print(name, kwargs['use_qk_l2norm_in_kernel'], kwargs.get('safe_gate'), *sorted(kwargs))\n"
-            "        return args[2], None\n"
-            "    return function\n"
-            "for name in ('chunk_kda', 'fused_recurrent_kda'):\n"
-            "    setattr(kda, name, fake(name, inspect.signature(inspect.unwrap(getattr(kda, name)))))\n"
-            "row = [torch.randn(1, 9, 2, 16) for _ in range(4)] + [torch.rand(1, 9, 2)]\n"
+            "row = [torch.randn(1, 74, 2, 16) for _ in range(4)] + [torch.rand(1, 74, 2)]\n"
             "names = 'a_log', 'dt_bias', 'lower_bound', 'initial_state', 'boundaries'\n"
             "options = dict.fromkeys(names) | {'output_final_state': False, 'use_qk_l2norm_in_kernel': True}\n"
-            "fla.kimi_delta_rule(*row, **options)\n"
-            "options |= {'a_log': torch.randn(2), 'dt_bias': torch.randn(32), 'lower_bound': -5.0}\n"
-            "boundaries = SequenceBoundaries.from_lengths([4, 5])\n"
-            "fla.kimi_delta_rule(*row, **options | {'boundaries': boundaries})\n"
-            "options['initial_state'] = torch.zeros(1, 2, 16, 16)\n"
-            "fla.kimi_delta_rule(*(x[:, :1] for x in row), **options)\n"
-        )
-        gate = "A_log", "dt_bias", "lower_bound", "use_gate_in_kernel"
-        common = "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"
-        lengths = "cu_seqlens", "use_graph", "safe_gate"
-        expected = [
-            " ".join(["chunk_kda True False", *sorted((*common, "safe_gate"))]),
-            " ".join(["chunk_kda True True", *sorted((*common, *gate, *lengths))]),
-            " ".join(["fused_recurrent_kda True None", *sorted((*common, *gate))]),
-        ]
-        self.assertEqual(result.stdout.splitlines()[-3:], expected, result.stderr[-3000:])
-
-    def test_layers_share_the_chunks_of_a_row(self):
-        """In the calls of this package only: others may record the search in a CUDA graph."""
-        result = self.run_python(
-            "import importlib, torch\n"
-            "from fla.ops import kda\n"
-            "from transformers_packed import SequenceBoundaries\n"
-            "from transformers_packed.ops.backends import fla\n"
             "module, searches = importlib.import_module('fla.ops.kda.chunk'), []\n"
-            "find = module.prepare_chunk_indices_static\n"
+            "find, kernels = module.prepare_chunk_indices_static, dict(vars(kda))\n"
             "def counted(**call):\n"
             "    searches.append(call)\n"
             "    return find(**call)\n"
@@ -106,18 +77,39 @@ class VisibleKernelsTest(unittest.TestCase):
             "        torch.testing.assert_close(a, b)\n"
             "    return row[2], None\n"
             "kda.chunk_kda = layer\n"
-            "row = [torch.randn(1, 74, 2, 16) for _ in range(4)] + [torch.rand(1, 74, 2)]\n"
-            "options = dict.fromkeys(('a_log', 'dt_bias', 'lower_bound', 'initial_state', 'output_final_state'))\n"
             "for lengths in ([4, 70], [65, 9]):\n"
             "    boundaries = SequenceBoundaries.from_lengths(lengths)\n"
             "    for _ in range(3):\n"
-            "        fla.kimi_delta_rule(*row, **options, boundaries=boundaries)\n"
+            "        fla.kimi_delta_rule(*row, **options | {'boundaries': boundaries})\n"
             "print(len(searches))\n"
             "for _ in range(2):\n"
             "    kda.chunk_kda(*row, cu_seqlens=boundaries.cu_seqlens)\n"
             "print(len(searches))\n"
+            "def fake(name, signature):\n"
+            "    def function(*args, **kwargs):\n"
+            "        signature.bind(*args, **kwargs)\n"
+            "        print(name, kwargs['use_qk_l2norm_in_kernel'], kwargs.get('safe_gate'), *sorted(kwargs))\n"
+            "        return args[2], None\n"
+            "    return function\n"
+            "for name in ('chunk_kda', 'fused_recurrent_kda'):\n"
+            "    setattr(kda, name, fake(name, inspect.signature(inspect.unwrap(kernels[name]))))\n"
+            "fla.kimi_delta_rule(*row, **options)\n"
+            "options |= {'a_log': torch.randn(2), 'dt_bias': torch.randn(32), 'lower_bound': -5.0}\n"
+            "fla.kimi_delta_rule(*row, **options | {'boundaries': boundaries})\n"
+            "options['initial_state'] = torch.zeros(1, 2, 16, 16)\n"
+            "fla.kimi_delta_rule(*(x[:, :1] for x in row), **options)\n"
         )
-        self.assertEqual(result.stdout.splitlines()[-2:], ["2", "4"], result.stderr[-3000:])
+        gate = "A_log", "dt_bias", "lower_bound", "use_gate_in_kernel"
+        common = "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"
+        lengths = "cu_seqlens", "use_graph", "safe_gate"
+        expected = [
+            "2",
+            "4",
+            " ".join(["chunk_kda True False", *sorted((*common, "safe_gate"))]),
+            " ".join(["chunk_kda True True", *sorted((*common, *gate, *lengths))]),
+            " ".join(["fused_recurrent_kda True None", *sorted((*common, *gate))]),
+        ]
+        self.assertEqual(result.stdout.splitlines()[-5:], expected, result.stderr[-3000:])
 
     @pytest.mark.slow
     def test_register_after_the_import(self):

@@ -6,6 +6,8 @@ from common.releases import DECAY_ROUNDING, DECAYS
 from mixins.heads import PackedHeadsTesterMixin
 from mixins.model import VOCAB_SIZE, PackedModelTesterMixin, alone, gradients, packed_batch, relative_error
 from mixins.padding import PackedPaddingTesterMixin
+from mixins.shared_code import SharedModelTesterMixin
+from mixins.shared_padding import SharedPaddingTesterMixin
 from mixins.vision import TEXT, PackedVisionTesterMixin, vision_config
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
@@ -35,7 +37,13 @@ def tiny_config(**kwargs) -> Qwen3_5TextConfig:
     )
 
 
-class Qwen3_5ModelTest(PackedPaddingTesterMixin, PackedModelTesterMixin, unittest.TestCase):
+class Qwen3_5ModelTest(
+    SharedPaddingTesterMixin,
+    SharedModelTesterMixin,
+    PackedPaddingTesterMixin,
+    PackedModelTesterMixin,
+    unittest.TestCase,
+):
     builtin_class = builtin.Qwen3_5ForCausalLM
     packed_class = packed.Qwen3_5ForCausalLM
 

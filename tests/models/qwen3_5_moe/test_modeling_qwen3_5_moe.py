@@ -3,6 +3,8 @@ import unittest
 import torch
 from mixins.model import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
 from mixins.padding import PackedPaddingRouterTesterMixin
+from mixins.shared_code import SharedModelTesterMixin
+from mixins.shared_padding import SharedPaddingTesterMixin
 from mixins.vision import TEXT, PackedVisionTesterMixin, vision_config
 from parameterized import parameterized
 from transformers import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
@@ -61,7 +63,12 @@ class Qwen3_5MoeModelTest(
 
 
 class Qwen3_5MoeVisionTest(
-    PackedPaddingRouterTesterMixin, RouterStatisticsTesterMixin, PackedVisionTesterMixin, unittest.TestCase
+    SharedPaddingTesterMixin,
+    SharedModelTesterMixin,
+    PackedPaddingRouterTesterMixin,
+    RouterStatisticsTesterMixin,
+    PackedVisionTesterMixin,
+    unittest.TestCase,
 ):
     builtin_class = builtin.Qwen3_5MoeForConditionalGeneration
     packed_class = packed.Qwen3_5MoeForConditionalGeneration
