@@ -344,11 +344,10 @@ class ReasonsTest(ConfigureTestCase):
 
     @parameterized.expand(
         [
-            ("mode", {"packing": "always"}, "expected packing as True, False or one of"),
+            ("mode", {"packing": "always"}, "expected packing of True, False or one of"),
             ("no_max_length", {"packing": True}, "expected max_length"),
             ("too_long", {"packing": "pack", "max_length": 16}, "overlong"),
             ("beside_auto", {"max_length": 16}, "packing=True with max_length"),
-            ("beside_padding_free", {"packing": "padding_free", "overlong": "drop"}, "packing=True with overlong"),
         ]
     )
     def test_bad_arguments(self, _, arguments, message):

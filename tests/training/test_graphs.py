@@ -420,7 +420,7 @@ class TrainerTest(GivenGpuTest):
 
     @parameterized.expand(
         [
-            ("padded", "off", {}, "got packing='off' in a Trainer, whose batches are padded"),
+            ("padded", "off", {}, "got packing='off' or padding_free=False"),
             ("compiled", "padding_free", {"torch_compile": True}, "got torch_compile=True"),
             ("batch size", "padding_free", {"auto_find_batch_size": True}, "got auto_find_batch_size=True"),
             ("shared rows", "padding_free", {"shared": True}, "got rows that several processes share"),

@@ -274,10 +274,6 @@ class RefusedTest(unittest.TestCase):
         self.refused("a custom compute_loss", self.trainer(own))
         self.refused("compute_loss_func", self.trainer(compute_loss_func=lambda *args, **kwargs: None))
         self.refused("label_smoothing_factor=0.1", self.trainer(label_smoothing_factor=0.1))
-        self.refused("mtp_loss_weight of 0 or more, got -1", self.trainer(), mtp_loss_weight=-1)
-
-    def test_graphs_of_a_frozen_trunk(self):
-        self.refused("got mtp_only=True", self.trainer(), mtp_only=True, cuda_graphs=True)
 
     def test_compiled(self):
         trainer = self.trainer()

@@ -20,7 +20,8 @@ from transformers_packed.data.documents import PaddedSamples, unpacked
 from transformers_packed.training import setup
 from transformers_packed.training.apply import apply, undo
 from transformers_packed.training.checks import overridden
-from transformers_packed.training.setup import Options, decide
+from transformers_packed.training.options import Options
+from transformers_packed.training.setup import decide
 
 
 def seq2seq(samples=None, **options):
@@ -148,7 +149,7 @@ class UndoTest(SetupTestCase):
     def test_decide_changes_nothing_and_undo_undoes(self, packing, options):
         trainer = self.trainer(dataset=Samples(24))
         before = self.state(trainer)
-        decided = decide(trainer, Options(packing, **options))
+        decided = decide(trainer, Options(packing=packing, **options))
         self.assertEqual(self.state(trainer), before)
         apply(trainer, decided)
         self.assertNotEqual(self.state(trainer), before)

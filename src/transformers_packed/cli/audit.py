@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .options import Parser, output_file, positive_int
+from .options import Parser, positive_int
 
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def add_parser(subparsers) -> Parser:
     told = "boundaries to pass to the model (default: position_ids all)"
     add("--inputs", nargs="+", choices=sources, default=inputs, help=told)
     add("--lengths", nargs="+", type=positive_int, metavar="N", help="document lengths (default: selected edge cases)")
-    add("--plot", type=output_file, metavar="FILE", help="plot the influence between documents (needs matplotlib)")
+    parser.add_shared("--plot", metavar="FILE", help="plot the influence between documents (needs matplotlib)")
     parser.add_shared("--json")
     return parser
 

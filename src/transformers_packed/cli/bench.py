@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import count, input_error
 from .arms import ARMS, COLORS, print_table, run_arms
-from .options import Parser, output_file, positive_float, row_length
+from .options import Parser, positive_float
 from .process import raise_on_interrupt
 
 
@@ -40,21 +40,20 @@ def add_parser(subparsers) -> Parser:
     )
     add, add_count, shared = parser.add_argument, parser.add_count, parser.add_shared
     shared("--model")
-    add("--row-length", type=row_length, default=4096, metavar="N", help="tokens per step, in one packed row")
+    shared("--row-length", default=4096, help="tokens per step, in one packed row")
     add_count("--batch-size", "documents per padded batch", 8)
     data = "JSON or parquet file, or a dataset, with the lengths of your documents (default: generated)"
-    add("--data", metavar="FILE|NAME", help=data)
-    add("--tokenizer", metavar="PATH|NAME", help="tokenizer for --data without input_ids (default: that of --model)")
-    shared("--split", "--subset", "--format")
+    shared("--data", required=False, help=data)
+    shared("--tokenizer", "--split", "--subset", "--format")
     add_count("--mean-length", "mean number of tokens of generated documents", 480)
     parser.add_lora()
-    add("--float8", action="store_true", help="in the packed arm, products of linear layers in float8")
-    add("--cuda-graphs", action="store_true", help="in the packed arm, run the layers as CUDA graphs")
+    shared("--float8", help="in the packed arm, products of linear layers in float8")
+    shared("--cuda-graphs", action="store_true", help="in the packed arm, run the layers as CUDA graphs")
     shared("--gradient-checkpointing", "--attn", "--dtype", "--weights")
     add("--seconds", type=positive_float, default=10, metavar="S", help="seconds of timed steps per arm")
     limit = "seconds after which an arm is stopped; the report then has the other one"
     add("--time-limit", type=positive_float, default=300, metavar="S", help=limit)
-    add("--plot", type=output_file, metavar="FILE.png", help="plot speed and memory (needs matplotlib)")
+    shared("--plot", help="plot speed and memory (needs matplotlib)")
     shared("--seed", "--trust-remote-code")
     return parser
 

@@ -29,7 +29,7 @@ def add_parser(subparsers) -> Parser:
         "wrong, or a GPU lacks a kernel that can be installed, else 0.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("--model", metavar="PATH|NAME", help="checkpoint or config.json")
+    parser.add_shared("--model", required=False, help="checkpoint or config.json")
     parser.add_shared("--attn", "--trust-remote-code", "--json")
     return parser
 

@@ -56,8 +56,6 @@ from .run_folder import SETTINGS_FILE, check_same_settings, left, write_settings
 KEPT_CHECKPOINTS = 2
 # Settings that a resumed run must share, and that are stored only if they are set.
 _UNSET_BY_DEFAULT = "row_length", "experts", "load_in_4bit", "mtp", "mtp_only"
-# The usual weight of the loss of multi-token prediction.
-MTP_LOSS_WEIGHT = 0.1
 
 
 def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -> int:
@@ -99,8 +97,6 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     model = load_model(source, settings, bfloat16)
     _check_head(config, settings)
     check_vocabulary(model, samples)
-    if settings.float8:
-        use_float8(model)
     trainer = make_trainer(model, tokenizer, samples, settings, bfloat16)
     base, dtype = model.get_base_model() if settings.lora else model, "bfloat16" if bfloat16 else "float32"
     part = "" if config.get_text_config() is config else ", only its language model"
@@ -415,15 +411,7 @@ def make_trainer(
         optimizer_cls_and_kwargs=class_and_kwargs(settings.optim, arguments),
     )
     trainer.remove_callback(PrinterCallback)
-    configure_packing(
-        trainer,
-        settings.row_length is not None or "padding_free",
-        settings.row_length,
-        cuda_graphs=settings.cuda_graphs,
-        mtp_loss_weight=MTP_LOSS_WEIGHT * settings.mtp,
-        mtp_only=settings.mtp_only,
-        sequence_parallel_size=settings.sequence_parallel_size,
-    )
+    configure_packing(trainer, **settings.options)
     trainer.callback_handler.callbacks.insert(0, WarmUpCallback(trainer, progress=True))
     if OPTIMIZERS[settings.optim].releases:
         trainer.add_callback(GradientReleaseCallback(trainer))

@@ -2,7 +2,7 @@
 
 import argparse
 
-from .options import Parser, positive_float, positive_int, row_length
+from .options import Parser, positive_float, positive_int
 
 
 _EXAMPLES = """\
@@ -22,16 +22,15 @@ def add_parser(subparsers) -> Parser:
         "much data they exchange.",
         examples=_EXAMPLES,
     )
-    add = parser.add_argument
-    add("--model", required=True, metavar="PATH|NAME", help="checkpoint or config.json")
+    add, shared = parser.add_argument, parser.add_shared
+    shared("--model", help="checkpoint or config.json")
     add("--gpus", type=positive_int, required=True, metavar="N", help="number of GPUs")
     add("--gpu-memory", type=positive_float, required=True, metavar="GIB", help="memory per GPU")
-    add("--row-length", type=row_length, required=True, metavar="N", help="tokens per row")
+    shared("--row-length", required=True, help="tokens per row")
     weights = "dtype of parameters, gradients and moments of torch's AdamW; with --lora of the frozen parameters"
-    add("--weights", choices=("bfloat16", "float32"), default="bfloat16", help=weights)
+    shared("--weights", default="bfloat16", help=weights)
     parser.add_lora("train LoRA adapters on all linear layers instead of all parameters")
-    parser.add_count("--gradient-accumulation-steps", "rows per optimizer step on each device", 1)
-    parser.add_shared("--optim", "--trust-remote-code")
+    shared("--gradient-accumulation-steps", "--optim", "--trust-remote-code")
     return parser
 
 

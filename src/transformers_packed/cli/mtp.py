@@ -7,7 +7,7 @@ from itertools import islice
 
 from ..errors import count, input_error
 from .lines import say
-from .options import LONGEST_SAMPLE, Parser, positive_int
+from .options import LONGEST_SAMPLE, Parser
 
 
 _EXAMPLES = """\
@@ -28,15 +28,14 @@ def add_parser(subparsers) -> Parser:
     )
     shared = parser.add_shared
     shared("--model", "--data", "--split", "--subset", "--format")
-    add = parser.add_argument
     steps = "tokens to draft one after the other, as servers do with num_speculative_tokens"
-    add("--steps", type=positive_int, default=3, metavar="N", help=steps)
+    parser.add_count("--steps", steps, 3)
     parser.add_count("--samples", "number of records to read, the first ones of the data", 200)
     parser.add_count(
         "--max-length", "maximum number of tokens per sample; longer samples are truncated", LONGEST_SAMPLE
     )
     shared("--attn", "--dtype", "--json")
-    add("--trust-remote-code", action="store_true", help="run code of the tokenizer")
+    shared("--trust-remote-code", help="run code of the tokenizer")
     return parser
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from .. import __version__
 from ..errors import alternatives, described, input_error
 from ..models.optimizers import DEFAULT, OPTIMIZERS
+from ..training.options import TrainingOptions
 from . import COMMANDS
 
 
@@ -70,10 +71,10 @@ class Parser(argparse.ArgumentParser):
         in_4_bit = "keep frozen linear layers and experts in 4 bit, NF4 with double quantization (needs bitsandbytes)"
         self.add_argument("--load-in-4bit", action="store_true", help=in_4_bit)
 
-    def add_shared(self, *flags: str) -> None:
-        """Add some of the options in `_SHARED`."""
+    def add_shared(self, *flags: str, to: Any = None, **changes: Any) -> None:
+        """Add options in `_SHARED` or of packing, `to` a group if given. `changes` replace what `add_argument` takes."""
         for flag in flags:
-            self.add_argument(flag, **_SHARED[flag])
+            (to or self).add_argument(flag, **(_SHARED.get(flag) or _of_packing(flag)) | changes)
 
     def out_of_memory(self, args: argparse.Namespace, error: BaseException) -> str:
         """A message on the memory of a GPU, with the options of the command that need less and were not given."""
@@ -117,6 +118,15 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def _dest(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
+
+
+def _of_packing(flag: str) -> dict[str, Any]:
+    """What `add_argument` takes for the option of a field of [`TrainingOptions`]."""
+    option = TrainingOptions.__dataclass_fields__[_dest(flag)]
+    help = option.metadata["help"].removesuffix(".")
+    kinds: dict[Any, dict[str, Any]] = {bool: {"action": "store_true"}, int: _COUNT}
+    kind = kinds.get(option.type, {"action": argparse.BooleanOptionalAction})
+    return {"default": option.default, "help": help[0].lower() + help[1:], **kind}
 
 
 def positive_int(text: str, lowest: int = 1) -> int:
@@ -176,6 +186,7 @@ _DATA = "JSON or parquet file, or a dataset: a name on the Hub or a directory"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
 _DTYPES = ("float32", "bfloat16")
 _OPTIM = "AdamW of torch, torchao (adamw_torch_8bit, adamw_torch_4bit), bitsandbytes (adamw_8bit, paged_adamw_8bit) or flashoptim"
+_COUNT: dict[str, Any] = {"type": positive_int, "metavar": "N"}
 _SHARED: dict[str, dict[str, Any]] = {
     "--model": {
         "required": True,
@@ -185,6 +196,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--data": {"required": True, "metavar": "FILE|NAME", "help": _DATA},
     "--split": {"metavar": "NAME", "help": "split of the dataset (default: train)"},
     "--subset": {"metavar": "NAME", "help": "configuration of the dataset"},
+    "--tokenizer": {"metavar": "PATH|NAME", "help": "tokenizer for data without input_ids (default: that of --model)"},
     "--format": {
         "choices": ("messages", "prompt-completion", "text", "tokens"),
         "help": "record format, by column names (default: detected)",
@@ -200,11 +212,14 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "dtype of trained weights; frozen weights have the compute dtype",
     },
     "--optim": {"choices": tuple(OPTIMIZERS), "default": DEFAULT, "metavar": "NAME", "help": _OPTIM},
+    "--row-length": {"type": row_length, "metavar": "N"},
+    "--gradient-accumulation-steps": {**_COUNT, "default": 1, "help": "rows per optimizer step on each device"},
     "--gradient-checkpointing": {
         "action": "store_true",
         "help": "save memory by recomputing activations in the backward",
     },
     "--attn": {"metavar": "NAME", "help": _ATTN},
+    "--plot": {"type": output_file, "metavar": "FILE.png"},
     "--json": {"action": "store_true", "help": "print JSON"},
     "--seed": {"type": int, "default": 0, "metavar": "N", "help": "random seed"},
     "--trust-remote-code": {"action": "store_true", "help": "run code of the checkpoint"},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import count, input_error
-from .options import Parser, output_file, row_length
+from .options import Parser, output_file
 
 
 if TYPE_CHECKING:
@@ -42,19 +42,19 @@ def add_parser(subparsers) -> Parser:
     )
     add, add_count, shared = parser.add_argument, parser.add_count, parser.add_shared
     shared("--data")
-    add("--row-length", type=row_length, required=True, metavar="N", help="maximum number of tokens per row")
-    add("--tokenizer", metavar="PATH|NAME", help="tokenizer for data without input_ids (default: that of --model)")
+    shared("--row-length", required=True, help="maximum number of tokens per row")
+    shared("--tokenizer")
     model = "checkpoint or config.json that determines the cost of rows (default: about Qwen3.5 9B)"
-    add("--model", metavar="PATH|NAME", help=model)
+    shared("--model", required=False, help=model)
     shared("--split", "--subset", "--format")
     add_count("--world-size", "number of ranks that share the rows", 1)
-    add_count("--gradient-accumulation-steps", "rows per rank and optimizer step", 1)
+    shared("--gradient-accumulation-steps")
     overlong = "action for samples longer than --row-length"
     add("--overlong", choices=("truncate", "split", "drop", "error"), default="truncate", help=overlong)
     side = "side that --overlong truncate cuts off"
     add("--truncation-side", choices=("right", "left"), default="right", help=side)
     picture = "plot lengths, fill and the first rows (needs matplotlib)"
-    add("--plot", type=output_file, metavar="FILE.png", help=picture)
+    shared("--plot", help=picture)
     add_count("--preview", "print the first N rows as text", 0)
     add("--save", type=output_file, metavar="FILE", help="save the plan for PackingPlan.load")
     shared("--seed", "--trust-remote-code")

@@ -3,14 +3,18 @@
 import argparse
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from ..errors import input_error
+from ..training.options import Options, TrainingOptions
 from .lines import say
-from .options import LONGEST_SAMPLE, SAMPLES, Parser, positive_float, positive_int, row_length
+from .options import LONGEST_SAMPLE, SAMPLES, Parser, positive_float, positive_int
 from .run_folder import find_checkpoint
 
 
+# The usual weight of the loss of multi-token prediction.
+MTP_LOSS_WEIGHT = 0.1
 _EXAMPLES = """\
 transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned
 transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output adapter --lora
@@ -48,26 +52,21 @@ def add_parser(subparsers) -> Parser:
     per_row = "samples per packed row on each device"
     rows.add_argument("--batch-size", type=positive_int, default=SAMPLES, metavar="N", help=per_row)
     full = "instead, one full row of up to N tokens on each device; the plan command shows these rows"
-    rows.add_argument("--row-length", type=row_length, metavar="N", help=full)
-    count("--gradient-accumulation-steps", "rows per optimizer step on each device", 1)
-    shared_rows = "processes that share a row, each a part of its tokens; launch with torchrun"
-    count("--sequence-parallel-size", shared_rows, 1)
+    shared("--row-length", to=rows, help=full)
+    shared("--gradient-accumulation-steps", "--sequence-parallel-size")
     rate = "peak learning rate, with linear decay to 0 (default: 2e-5, LoRA 2e-4)"
     add("--learning-rate", type=positive_float, metavar="X", help=rate)
     count("--warmup-steps", "steps of linear learning rate warmup (default: none)", 0)
     shared("--optim")
     parser.add_lora()
-    add("--float8", action="store_true", help="train linear layers with products in float8")
+    shared("--float8")
     head = parser.add_mutually_exclusive_group()
     both = "also train the checkpoint's head of multi-token prediction, with 0.1 x its loss"
     head.add_argument("--mtp", action="store_true", help=both)
-    alone = "train only that head, with the rest of the model frozen"
-    head.add_argument("--mtp-only", action="store_true", help=alone)
-    graphs = "run the layers as CUDA graphs, or never (default: on a GPU, where a measured row is faster with them)"
-    add("--cuda-graphs", action=argparse.BooleanOptionalAction, help=graphs)
-    shared("--attn")
+    shared("--mtp-only", to=head)
+    shared("--cuda-graphs", "--attn")
     dtype = "compute dtype; trained weights stay float32, but for some --optim (auto: bfloat16 on CUDA, else float32)"
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=dtype)
+    shared("--dtype", help=dtype)
     shared("--gradient-checkpointing")
     add("--offload", action="store_true", help="keep the inputs of checkpointed layers in host memory")
     kept = "keep the output of attention layers, and do not compute it again, which is faster for long documents"
@@ -77,7 +76,7 @@ def add_parser(subparsers) -> Parser:
     count("--logging-steps", "steps between logged losses", 10)
     add("--resume", action="store_true", help="continue from the last checkpoint in --output")
     shared("--seed")
-    add("--trust-remote-code", action="store_true", help="run code of the tokenizer")
+    shared("--trust-remote-code", help="run code of the tokenizer")
     return parser
 
 
@@ -96,6 +95,10 @@ def run(args: argparse.Namespace) -> int:
             f"at most --row-length, {args.row_length:,} tokens", f"{args.max_length:,}", fix, option="--max-length"
         )
     args.batch_size = 1 if args.row_length else args.batch_size
+    args.options = {x.name: getattr(args, x.name) for x in fields(TrainingOptions) if hasattr(args, x.name)}
+    args.options |= {"packing": "pack" if args.row_length else "padding_free", "max_length": args.row_length}
+    args.options["mtp_loss_weight"] = MTP_LOSS_WEIGHT * args.mtp
+    Options(**args.options).check()
     # Before torch is imported, which takes seconds.
     checkpoint, damaged = find_checkpoint(args.output, args.resume)
     say(f"Loading {args.model} ...")

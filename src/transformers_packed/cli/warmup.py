@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from .options import LONGEST_SAMPLE, SAMPLES, Parser, row_length
+from .options import LONGEST_SAMPLE, SAMPLES, Parser
 from .process import raise_on_interrupt
 
 
@@ -23,14 +23,14 @@ def add_parser(subparsers) -> Parser:
         "layers run with random weights. Options that select kernels must be those of the training.",
         examples=_EXAMPLES,
     )
-    add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
+    shared = parser.add_shared
     shared("--model")
     longest = "maximum number of tokens per row (default: %(default)s, as many as train with its defaults)"
-    add("--row-length", type=row_length, default=SAMPLES * LONGEST_SAMPLE, metavar="N", help=longest)
-    count("--max-documents", "maximum number of documents per row (default: 128)")
+    shared("--row-length", default=SAMPLES * LONGEST_SAMPLE, help=longest)
+    parser.add_count("--max-documents", "maximum number of documents per row (default: 128)")
     parser.add_lora()
-    add("--float8", action="store_true", help="train linear layers with products in float8")
-    add("--cuda-graphs", action="store_true", help="run the layers as CUDA graphs")
+    shared("--float8")
+    shared("--cuda-graphs", action="store_true", help="run the layers as CUDA graphs")
     shared("--attn", "--dtype", "--weights", "--gradient-checkpointing")
     return parser
 

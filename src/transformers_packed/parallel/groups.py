@@ -1,16 +1,12 @@
 """The processes that share a row, and the methods by which they compute its layers."""
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..errors import input_error
-
-
-# How processes share a layer of each kind.
-DeltaRuleMethod = Literal["state", "heads"]
-AttentionMethod = Literal["heads", "gather"]
+from ..parallel_methods import AttentionMethod, DeltaRuleMethod, is_size
 
 
 class SequenceParallel:
@@ -123,14 +119,9 @@ def check_methods(
         raise input_error(expected, "{} and {}".format(*heads), 'Use attention="gather".')
 
 
-def is_size(size: object) -> bool:
-    """Whether this is a number of processes. `True` is not, although it counts as 1."""
-    return type(size) is int and size >= 1
-
-
-def check_names(gated_delta_rule: str, attention: str | None, prefix: str = "") -> None:
-    """Raise a `ValueError` if a method is unknown. `prefix` is that of the arguments' names in the message."""
+def check_names(gated_delta_rule: str, attention: str | None) -> None:
+    """Raise a `ValueError` if a method is unknown."""
     known = {"gated_delta_rule": get_args(DeltaRuleMethod), "attention": (None, *get_args(AttentionMethod))}
     for name, value in {"gated_delta_rule": gated_delta_rule, "attention": attention}.items():
         if value not in known[name]:
-            raise input_error(f"{prefix}{name} of {known[name]}", repr(value))
+            raise input_error(f"{name} of {known[name]}", repr(value))

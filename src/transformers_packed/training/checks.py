@@ -39,6 +39,7 @@ from ..models.verdict import (
     text_config,
 )
 from ..ops.availability import availability
+from .options import Options
 from .preference import without_autocast
 from .typed import Trainer
 
@@ -71,16 +72,14 @@ _APART = tuple(
 _EVERYTHING: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 
 
-def reason_against(
-    trainer: Trainer, mode: str, share_prompts: bool = False, shares_rows: bool = False
-) -> ValueError | None:
+def reason_against(trainer: Trainer, options: Options) -> ValueError | None:
     """The first reason not to pack. In `"auto"` mode also reasons that make packing unsafe or useless."""
-    return next(_reasons(trainer, mode, share_prompts, shares_rows), None)
+    return next(_reasons(trainer, options), None)
 
 
-def _reasons(trainer: Trainer, mode: str, share_prompts: bool, shares_rows: bool) -> Iterator[ValueError]:
+def _reasons(trainer: Trainer, options: Options) -> Iterator[ValueError]:
     """Only the first reason is valid: each check relies on the checks before it."""
-    model, padded = transformers_model(trainer.model), is_preference_trainer(trainer)
+    model, padded, mode = transformers_model(trainer.model), is_preference_trainer(trainer), options.mode
     yield from _of_mode(trainer, mode, padded)
     yield from of_devices(trainer)
     if model is None:
@@ -98,7 +97,7 @@ def _reasons(trainer: Trainer, mode: str, share_prompts: bool, shares_rows: bool
     yield from filter(None, [way_of_isolation(trainer)[1]])
     got = text_config(model)._attn_implementation
     expected, fix = "an attention implementation that supports shared prompts", f"Load the model with {_SDPA}."
-    yield from refused((share_prompts and got == "flex_attention", expected, got, fix))
+    yield from refused((options.share_prompts and got == "flex_attention", expected, got, fix))
     yield from _of_patch(trainer, padded)
     if not padded:
         yield from filter(None, [isolation(trainer.model, mode == "auto")[1]])
@@ -106,7 +105,7 @@ def _reasons(trainer: Trainer, mode: str, share_prompts: bool, shares_rows: bool
         own = ", ".join(_owned(trainer, name) for name in overridden(trainer))
         got = f"a custom {own}, which may count samples or read the mask"
         alone = trainer.args.per_device_train_batch_size == 1 and not has_packed_rows(trainer)
-        alone = alone and not padded and not shares_rows
+        alone = alone and not padded and not options.shares_rows
         one = "per_device_train_batch_size=1, which has no padding to avoid"
         yield from refused(
             (own, "methods of known trainers", got, 'Pass packing="padding_free" if it works on tokens.'),

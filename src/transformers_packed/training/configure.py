@@ -6,12 +6,13 @@ from transformers import Trainer
 
 from ..errors import input_error
 from ..models.releases import TRAINING, check_names
-from ..parallel.groups import AttentionMethod, DeltaRuleMethod
+from ..parallel_methods import AttentionMethod, DeltaRuleMethod
 from . import typed
 from .apply import applied_to, apply, undo_last
 from .callbacks.verify import VerifyCallback
 from .checks import say
-from .setup import Mode, Options, decide
+from .options import Mode, Options
+from .setup import decide
 
 
 def configure_packing(
@@ -133,13 +134,11 @@ reference (causal convolution), per_document(sdpa) (attention)
 
     ```
     """
+    options = Options(**{name: value for name, value in locals().items() if name != "trainer"})
     if not isinstance(trainer, Trainer):
         raise input_error("a transformers.Trainer", type(trainer).__name__)
     check_names(TRAINING)
     built = cast(typed.Trainer, trainer)
-    methods = sequence_parallel_gated_delta_rule, sequence_parallel_attention
-    chosen = float8, share_prompts, cuda_graphs, verify, mtp_loss_weight, mtp_only, sequence_parallel_size, *methods
-    options = Options(packing, max_length, *chosen, plan_options)
     earlier, callbacks = applied_to(built), list(built.callback_handler.callbacks)
     built.callback_handler.callbacks[:] = [x for x in callbacks if not isinstance(x, VerifyCallback)]
     stays = undo_last(built)

@@ -14,10 +14,9 @@ from .checks import is_preference_trainer, overridden
 from .typed import Trainer
 
 
-def against_mtp(trainer: Trainer, weight: float) -> Iterator[tuple[Any, str, Any, str]]:
+def against_mtp(trainer: Trainer) -> Iterator[tuple[Any, str, Any, str]]:
     """The rules of a head of multi-token prediction, whose loss is a part of the model's own."""
     args, loss = trainer.args, "the model's own loss for multi-token prediction (mtp)"
-    yield weight < 0, "mtp_loss_weight of 0 or more", weight, ""
     name, fix = type(trainer).__name__, "Train the head in supervised fine-tuning."
     yield is_preference_trainer(trainer), loss, f"that of {name}, which also trains on rejected answers", fix
     for what in overridden(trainer, "compute_loss"):

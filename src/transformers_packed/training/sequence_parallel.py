@@ -25,8 +25,9 @@ from ..models.families import sizes_of
 from ..models.registry import inner_model, transformers_model
 from ..models.releases import COUNT_ITEMS, MAKE_LOADER, PREPARE, is_rebalancing
 from ..parallel import RowShard, shard_batch
-from ..parallel.groups import check_methods, check_names, check_size, is_size
+from ..parallel.groups import check_methods, check_size
 from .checks import datasets_of, is_preference_trainer, of_devices, plans_rows, refused
+from .options import Options
 from .typed import Trainer
 
 
@@ -182,20 +183,11 @@ def _check_same_row(shard: RowShard) -> None:
         raise input_error(f"the same rows on {shard.size} neighboring processes", "parts of different rows", fix)
 
 
-def against_options(mode: str, size: int, methods: dict[str, Any]) -> Iterator[tuple[Any, str, Any, str]]:
-    """The rules of the arguments for shared rows, whether rows are shared or not."""
-    check_names(**methods, prefix="sequence_parallel_")
-    yield not is_size(size), "sequence_parallel_size of 1 or more", repr(size), ""
-    # All but the defaults.
-    given = " and ".join(f"sequence_parallel_{name}" for name, x in methods.items() if x not in ("state", None))
-    fix = f"Set sequence_parallel_size, or remove {given}."
-    yield size == 1 and given, f"sequence_parallel_size above 1 with {given}", size, fix
-    cut, off = size != 1 and mode == "off", "packing=False or padding_free=False"
-    yield cut, f"packed rows for sequence_parallel_size={size}", off, "Remove it."
-
-
-def against_sharing(trainer: Trainer, mode: str, size: int, methods: dict[str, Any]) -> Iterator[ValueError]:
-    """Reasons why `size` processes cannot share a row of a Trainer. The loss of most would look plausible."""
+def against_sharing(trainer: Trainer, options: Options) -> Iterator[ValueError]:
+    """Reasons why processes cannot share a row of a Trainer, if they are to. The loss of most would look plausible."""
+    if not options.shares_rows:
+        return
+    size = options.sequence_parallel_size
     args, config = trainer.args, trainer.args.accelerator_config
     model, name = transformers_model(trainer.model), type(trainer).__name__
     answers = f"sequence_parallel_size={size} with {name}, whose losses need whole answers"
@@ -206,7 +198,7 @@ def against_sharing(trainer: Trainer, mode: str, size: int, methods: dict[str, A
         check_size(size)
         if model is not None:
             sizes = sizes_of(model.config, _ALONE)
-            check_methods(size, **methods, heads=sizes.heads, linear_heads=sizes.linear_heads)
+            check_methods(size, **options.methods, heads=sizes.heads, linear_heads=sizes.linear_heads)
     except ValueError as error:
         yield error
         return
@@ -230,7 +222,7 @@ def against_sharing(trainer: Trainer, mode: str, size: int, methods: dict[str, A
     trees = any(find_tree(dataset) is not None for dataset in datasets_of(trainer))
     got, fix = "trees or groups, which processes cannot share", "Leave out sequence_parallel_size."
     yield from refused((trees, "samples of one document each", got, fix))
-    yield from _of_reading(trainer, mode)
+    yield from _of_reading(trainer, options.mode)
 
 
 def _of_reading(trainer: Trainer, mode: str) -> Iterator[ValueError]:

@@ -1,9 +1,9 @@
 """Decide how a Trainer trains without padding. Nothing here changes the Trainer: `apply.py` follows a [`Setup`]."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset
@@ -25,7 +25,6 @@ from ..models.mtp_head import head_of
 from ..models.registry import check_patch, inner_model, patch_model, set_switches, transformers_model
 from ..models.releases import COUNT_ITEMS, KEPT_COLUMNS, kept_columns
 from ..models.replacements import REPLACEMENTS
-from ..parallel.groups import AttentionMethod, DeltaRuleMethod
 from .callbacks.every_gradient import EveryGradient
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.neftune import DocumentNoise
@@ -48,15 +47,14 @@ from .checks import (
 )
 from .evaluation import OwnBatches, padded_batches_of
 from .mtp import MtpCallback, MtpItems, MtpLoss, against_mtp, train_mtp
+from .options import Options
 from .run_ahead import RunAheadCallback
-from .sequence_parallel import GatherOfRows, SharedRows, against_options, against_sharing, part_collator
+from .sequence_parallel import GatherOfRows, SharedRows, against_sharing, part_collator
 from .typed import Trainer
 
 
 logger = logging.get_logger(__name__)
 
-Mode = Literal["auto", "padding_free", "pack", "off"]
-MODES = get_args(Mode)
 # Options of Liger, and the class name suffixes of the modules that they replace.
 _LIGER: dict[str, str | tuple[str, ...]] = {
     "fused_linear_cross_entropy": LANGUAGE_MODELS,
@@ -68,45 +66,6 @@ _FLOAT8 = "; linear layers train in float8"
 _BUCKET_MB = 100
 # What is done to a model.
 Prepare = Callable[[torch.nn.Module], Any]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of [`configure_packing`]."""
-
-    packing: Mode | bool
-    max_length: int | None = None
-    float8: bool = False
-    share_prompts: bool = False
-    cuda_graphs: bool | None = None
-    verify: bool = True
-    mtp_loss_weight: float = 0.0
-    mtp_only: bool = False
-    sequence_parallel_size: int = 1
-    sequence_parallel_gated_delta_rule: DeltaRuleMethod = "state"
-    sequence_parallel_attention: AttentionMethod | None = None
-    plan: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether several processes compute each row."""
-        return self.sequence_parallel_size != 1
-
-    @property
-    def methods(self) -> dict[str, Any]:
-        """How processes share layers, arguments of [`SequenceParallel`]."""
-        attention = self.sequence_parallel_attention
-        return {"gated_delta_rule": self.sequence_parallel_gated_delta_rule, "attention": attention}
-
-    @property
-    def trains_mtp(self) -> bool:
-        """Whether a head of multi-token prediction trains."""
-        return bool(self.mtp_loss_weight) or self.mtp_only
-
-    @property
-    def mode(self) -> Any:
-        """One of `MODES`, or another value that is an error."""
-        return ("pack" if self.packing else "off") if isinstance(self.packing, bool) else self.packing
 
 
 class Change(NamedTuple):
@@ -164,8 +123,7 @@ def decide(trainer: Trainer, options: Options) -> Setup:
     _check_options(trainer, options)
     if options.mode == "off":
         return _with_mtp(trainer, _off(trainer, options, f"packing={options.packing!r}"))
-    reason = _against_sharing(trainer, options)
-    reason = reason or reason_against(trainer, options.mode, options.share_prompts, options.shares_rows)
+    reason = next(against_sharing(trainer, options), None) or reason_against(trainer, options)
     if reason is not None and (options.mode != "auto" or options.shares_rows):
         # Whole rows may not fit into memory, and a step would have more of them.
         raise reason
@@ -175,38 +133,23 @@ def decide(trainer: Trainer, options: Options) -> Setup:
     return _with_mtp(trainer, (_of_batches if is_preference_trainer(trainer) else _of_rows)(trainer, options))
 
 
-def _against_sharing(trainer: Trainer, options: Options) -> ValueError | None:
-    if not options.shares_rows:
-        return None
-    size = options.sequence_parallel_size
-    return next(against_sharing(trainer, options.mode, size, options.methods), None)
-
-
 def _check_options(trainer: Trainer, options: Options) -> None:
-    mode, name, given = options.mode, type(trainer).__name__, sorted(options.plan)
-    given = ["max_length"] * (options.max_length is not None) + given if mode != "pack" else []
+    options.check()
     compiles = options.float8 and trainer.args.torch_compile
     compiled = "torch_compile=True, which compiles linear layers in the dtype of the model"
     shares, prompts = options.share_prompts, f"share_prompts with {', '.join(PREFERENCE)}"
     repeats = "Set model.share_prompts = True if your own padded batches repeat prompts."
-    alone = "mtp_only=True, whose trunk runs without gradients" if options.mtp_only else None
-    shared = "rows that several processes share" if options.shares_rows else None
-    why = alone or shared or _excludes_graphs(trainer, mode) if options.cuda_graphs else None
+    why = _excludes_graphs(trainer) if options.cuda_graphs else None
     with_graphs = titles(family for family in OWN if family.has_graphs)
     graphs = f"packed rows of a model of {with_graphs}, without shards, for cuda_graphs=True"
-    packing = f"packing={options.packing!r}"
     for error in refused(
-        (mode not in MODES, f"packing as True, False or one of {MODES}", repr(options.packing), ""),
-        (given, f"packing=True with {', '.join(given)}", packing, f"Pass packing=True, or remove {', '.join(given)}."),
         (compiles, "float8=True without torch_compile", compiled, "Set one of them to False."),
-        (shares and mode == "off", 'share_prompts=True with packing="auto" or "padding_free"', "packing=False", ""),
-        (shares and not is_preference_trainer(trainer), prompts, name, repeats),
+        (shares and not is_preference_trainer(trainer), prompts, type(trainer).__name__, repeats),
         (why, graphs, str(why), "Remove cuda_graphs=True."),
-        *against_options(mode, options.sequence_parallel_size, options.methods),
-        *(against_mtp(trainer, options.mtp_loss_weight) if options.trains_mtp else ()),
+        *(against_mtp(trainer) if options.trains_mtp else ()),
     ):
         raise error
-    for error in against_removal(trainer, mode):
+    for error in against_removal(trainer, options.mode):
         raise error
 
 
@@ -225,10 +168,10 @@ def _with_mtp(trainer: Trainer, setup: Setup) -> Setup:
     return replace(setup, line=line, changes=(*setup.changes, *changes))
 
 
-def _excludes_graphs(trainer: Trainer, mode: str) -> str | None:
+def _excludes_graphs(trainer: Trainer) -> str | None:
     """Why `cuda_graphs=True` is not possible, whatever the rows are."""
-    if mode == "off" or is_preference_trainer(trainer):
-        return f"packing={mode!r} in a {type(trainer).__name__}, whose batches are padded"
+    if is_preference_trainer(trainer):
+        return f"a {type(trainer).__name__}, whose batches are padded"
     inner = transformers_model(trainer.model)
     other = inner is None or not any(family.has_graphs for family in families_of(inner, Own))
     return excludes_graphs(trainer) or (f"a {type(inner or trainer.model).__name__}" if other else None)
@@ -358,7 +301,7 @@ def _own_batches(trainer: Trainer, packed: Callable) -> dict[str, OwnBatches]:
 def _packed_dataset(trainer: Trainer, rows: bool, options: Options) -> Any:
     dataset, args, max_length = trainer.train_dataset, trainer.args, options.max_length
     if rows:
-        if max_length is not None or options.plan:
+        if max_length is not None or options.plan_options:
             got = f"packed rows ({type(dataset).__name__})"
             raise input_error("an unpacked dataset with max_length and other options", got)
         return dataset
@@ -367,7 +310,7 @@ def _packed_dataset(trainer: Trainer, rows: bool, options: Options) -> Any:
     if max_length is None:
         raise input_error("max_length, the tokens per row", "none", "Pass max_length=8192, for example.")
     if not has_items(dataset):
-        return IterablePackingDataset(dataset, max_length, **options.plan)
+        return IterablePackingDataset(dataset, max_length, **options.plan_options)
     if is_sft_trainer(trainer) and own_length is not None and own_length < max_length:
         cut = int((sampled_lengths(dataset) == own_length).sum())
         if cut:
@@ -382,7 +325,7 @@ def _packed_dataset(trainer: Trainer, rows: bool, options: Options) -> Any:
         "balance": known_cost(trainer.model) or True,
         "seed": args.seed if args.data_seed is None else args.data_seed,
     }
-    return PackingDataset(dataset, max_length, **(defaults | options.plan))
+    return PackingDataset(dataset, max_length, **(defaults | options.plan_options))
 
 
 def _readers(trainer: Trainer, options: Options) -> int:

@@ -1,7 +1,7 @@
 """`PackedTrainer`: a Trainer that trains without padding and evaluates each document."""
 
 from collections.abc import Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -13,24 +13,15 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
 from ..models.releases import shifts_labels
-from ..parallel.groups import AttentionMethod, DeltaRuleMethod
 from . import typed
 from .callbacks.warm_up import WarmUpCallback
 from .configure import configure_packing
 from .losses import SampleMean, documents_with_targets
-from .setup import Mode
-
-
-# The options of `PackedTrainingArguments` that other arguments lack.
-_OPTIONS = (
-    *("float8", "cuda_graphs", "verify", "mtp_loss_weight", "mtp_only"),
-    *("compile_before_training", "sequence_parallel_size"),
-    *("sequence_parallel_gated_delta_rule", "sequence_parallel_attention"),
-)
+from .options import Mode, TrainingOptions, option
 
 
 @dataclass
-class PackedTrainingArguments(TrainingArguments):
+class PackedTrainingArguments(TrainingOptions, TrainingArguments):
     """`TrainingArguments` with the options of [`PackedTrainer`].
 
     After the Trainer is built, `packing` and `padding_free` hold the active mode.
@@ -42,26 +33,10 @@ class PackedTrainingArguments(TrainingArguments):
             Concatenate the samples of a batch. By default this is done if it is safe. `False` keeps padded batches.
         max_length (`int`, *optional*):
             Maximum number of tokens per packed row.
-        sequence_parallel_size (`int`, *optional*, defaults to 1):
-            The number of processes that share a row. Each computes a part of its tokens ([`SequenceParallel`]).
-        sequence_parallel_gated_delta_rule (`str`, *optional*, defaults to `"state"`):
-            How the processes share linear-attention layers, `"state"` or `"heads"`. `"heads"` needs a
-            `sequence_parallel_size` above 1.
-        sequence_parallel_attention (`str`, *optional*):
-            How the processes share full-attention layers, `"heads"` or `"gather"`. By default the method with less
-            communication ([`SequenceParallel`]). A method needs a `sequence_parallel_size` above 1.
-        cuda_graphs (`bool`, *optional*):
-            Run the layers of rows as CUDA graphs ([`use_cuda_graphs`]), as in [`configure_packing`]. By default, a row is
-            measured before the first step.
-        verify (`bool`, *optional*, defaults to `True`):
-            Compare a few documents with padded batches before the first step, as in [`configure_packing`].
-        float8 (`bool`, *optional*, defaults to `False`):
-            Train linear layers with products in float8 ([`use_float8`]), with or without packing. Useful for rows of
-            many tokens and large layers.
-        mtp_loss_weight (`float`, *optional*, defaults to 0.0):
-            The weight of the loss of the head of multi-token prediction, as in [`configure_packing`]. 0 leaves it out.
-        mtp_only (`bool`, *optional*, defaults to `False`):
-            Train only that head.
+        float8, cuda_graphs, verify, mtp_loss_weight, mtp_only:
+            As in [`configure_packing`].
+        sequence_parallel_size, sequence_parallel_gated_delta_rule, sequence_parallel_attention:
+            As in [`configure_packing`].
         compile_before_training (`bool`, *optional*, defaults to `True`):
             On a GPU, compile all kernels before the first step ([`warm_up`]), so that no step waits for one.
 
@@ -69,20 +44,9 @@ class PackedTrainingArguments(TrainingArguments):
         `ValueError`: `packing=True` with `padding_free=False` or without `max_length`, or `max_length` without it.
     """
 
-    packing: bool | None = field(default=None, metadata={"help": "Pack the dataset into rows of max_length tokens."})
-    padding_free: bool | None = field(default=None, metadata={"help": "Concatenate the samples of a batch."})
-    max_length: int | None = field(default=None, metadata={"help": "Maximum number of tokens per packed row."})
-    sequence_parallel_size: int = field(default=1, metadata={"help": "Processes per row."})
-    sequence_parallel_gated_delta_rule: DeltaRuleMethod = field(default="state", metadata={"help": "state or heads."})
-    sequence_parallel_attention: AttentionMethod | None = field(default=None, metadata={"help": "heads or gather."})
-    cuda_graphs: bool | None = field(default=None, metadata={"help": "Run the layers of rows as CUDA graphs."})
-    verify: bool = field(default=True, metadata={"help": "Compare with padded batches before the first step."})
-    float8: bool = field(default=False, metadata={"help": "Train linear layers with products in float8."})
-    mtp_loss_weight: float = field(default=0.0, metadata={"help": "Weight of the loss of multi-token prediction."})
-    mtp_only: bool = field(default=False, metadata={"help": "Train only the head of multi-token prediction."})
-    compile_before_training: bool = field(
-        default=True, metadata={"help": "Compile all kernels before the first step."}
-    )
+    packing: bool | None = option(None, "Pack the dataset into rows of max_length tokens.")
+    padding_free: bool | None = option(None, "Concatenate the samples of a batch.")
+    compile_before_training: bool = option(True, "Compile all kernels before the first step.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -141,13 +105,13 @@ class PackedTrainer(typed.Trainer):
         self._predicts = False
         self._full: tuple[int, int] | None = None
         packing: Mode = getattr(self.args, "packing_mode", "auto")
-        fields = PackedTrainingArguments.__dataclass_fields__
-        own: dict[str, Any] = {name: getattr(self.args, name, fields[name].default) for name in _OPTIONS}
-        compiles = own.pop("compile_before_training")
+        options: dict[str, Any] = {x.name: getattr(self.args, x.name, x.default) for x in fields(TrainingOptions)}
+        if packing != "pack":
+            options["max_length"] = None
         if sequence_parallel_size is not None:
-            own["sequence_parallel_size"] = sequence_parallel_size
-        configure_packing(self, packing, self.args.max_length if packing == "pack" else None, **own)
-        if compiles:
+            options["sequence_parallel_size"] = sequence_parallel_size
+        configure_packing(self, packing, **options)
+        if getattr(self.args, "compile_before_training", True):
             self.callback_handler.callbacks.insert(0, WarmUpCallback(self))
 
     def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:

@@ -15,7 +15,8 @@ from ...models.memory import ALL_TRAINED, FULL, HALF, Lora, way_of_attention
 from ...models.optimizers import DEFAULT, OPTIMIZERS, check_optimizer
 from ...models.sizes import Experts, Sizes
 from ...ops.moe import MAX_RANK
-from ...parallel.groups import AttentionMethod, DeltaRuleMethod, check_methods
+from ...parallel.groups import check_methods
+from ...parallel_methods import AttentionMethod, DeltaRuleMethod
 from .step_memory import Parameters, StepMemory, checkpointed_layers, is_sharded, step_memory
 
 
