@@ -212,6 +212,23 @@ class CommandLineTest(unittest.TestCase):
         _, commands = parsers()
         self.assertEqual(commands[command].with_options(message), expected)
 
+    @parameterized.expand(
+        [
+            (["--mtp-only"], "expected no --mtp-only with --cuda-graphs, got --mtp-only, whose trunk runs without"),
+            (["--sequence-parallel-size=2"], "--sequence-parallel-size 1 with --cuda-graphs, got --sequence-paral"),
+        ]
+    )
+    def test_options_that_exclude_each_other(self, given, message):
+        """They are refused before anything is loaded."""
+        with (
+            contextlib.redirect_stderr(io.StringIO()) as stderr,
+            contextlib.redirect_stdout(io.StringIO()) as stdout,
+            mock.patch.dict("os.environ", {"WORLD_SIZE": "2"}),
+        ):
+            self.assertEqual(main(["train", "--model=m", "--data=d", "--output=o", "--cuda-graphs", *given]), 1)
+        self.assertIn(message, stderr.getvalue())
+        self.assertEqual(stdout.getvalue(), "")
+
     def test_errors_say_what_to_do(self):
         """All errors of the commands have a third part."""
         for path in Path(cli.__file__).parent.glob("*.py"):

@@ -76,7 +76,7 @@ class PackedTrainer(typed.Trainer):
 
     Args:
         sequence_parallel_size (`int`, *optional*):
-            As in [`PackedTrainingArguments`], for use with other arguments.
+            As in [`configure_packing`], for use with arguments that do not have it.
 
     Raises:
         `ValueError`: the requested mode is not possible, or the model does not support `float8=True`.
