@@ -20,9 +20,11 @@ It fails if a mutant survives or does not apply. `--check` only looks at the lat
 import argparse
 import ast
 import json
+import multiprocessing
 import os
 import queue
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -39,10 +41,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = Path("src", "transformers_packed")
 LIST = Path(__file__).with_suffix(".toml")
-PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu")
+PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu")
 # A mutant may run forever, for example if one of several processes waits for the others.
 TIME_LIMIT = 1200.0
 PACKAGES = ("torch", "transformers", "triton", "peft", "trl")
+# To import these takes longer than most of the tests. Each run is a fork of a process that has done so.
+LIBRARIES = ["pytest", "torch._dynamo", "transformers.modeling_utils", "transformers.trainer"]
+FORKS = multiprocessing.get_context("forkserver")
+# As in conftest.py, but before the imports. The GPU is hidden, because interpreted kernels are to be tested.
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
+    "TRITON_INTERPRET": "1",
+}
 # Codes of pytest: tests passed, tests failed, and no test was found.
 PASSED, FAILED, NONE = 0, 1, 5
 
@@ -97,15 +110,36 @@ def copy_repository(target: Path) -> Path:
     return target
 
 
-def run_tests(copy: Path, arguments: Sequence[str]) -> tuple[int, list[str], str]:
+def run_tests(copy: Path, arguments: Sequence[str]) -> tuple[int | None, list[str], str]:
     """Run tests of a copy. Return the code of pytest, the failed tests, and the output."""
-    environment = os.environ | {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
-    environment["TORCHAO_FORCE_SKIP_LOADING_SO_FILES"] = "1"
-    command = [sys.executable, *PYTEST, *arguments]
-    options: dict[str, Any] = {"cwd": copy, "env": environment, "capture_output": True, "text": True}
-    done = subprocess.run(command, timeout=TIME_LIMIT, **options)
-    failed = re.findall(r"^(?:FAILED|SUBFAILED\S*|ERROR) (tests/\S+?::\S+)", done.stdout, re.MULTILINE)
-    return done.returncode, failed, done.stdout + done.stderr
+    log = copy / "pytest.log"
+    process = FORKS.Process(target=_pytest, args=(copy, log, [*PYTEST, *arguments]))
+    process.start()
+    process.join(TIME_LIMIT)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    output = log.read_text(encoding="utf-8", errors="replace")
+    failed = re.findall(r"^(?:FAILED|SUBFAILED\S*|ERROR) (tests/\S+?::\S+)", output, re.MULTILINE)
+    return process.exitcode, failed, output
+
+
+def _pytest(copy: Path, log: Path, arguments: list[str]) -> None:
+    """Run pytest in this process, which has imported the libraries but not yet the package."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(copy)
+    sys.path.insert(0, str(copy / "src"))
+    os.environ["PYTHONPATH"] = str(copy / "src")
+    # A copy has no bytecode at first.
+    sys.dont_write_bytecode = False
+    import pytest
+
+    assert "transformers_packed" not in sys.modules
+    code = pytest.main(arguments)
+    sys.stdout.flush()
+    sys.exit(int(code))
 
 
 def kill(mutant: dict[str, Any], copy: Path) -> dict[str, Any]:
@@ -132,6 +166,8 @@ def kill(mutant: dict[str, Any], copy: Path) -> dict[str, Any]:
 
 def kill_all(mutants: Sequence[dict[str, Any]], jobs: int) -> list[dict[str, Any]]:
     """Return the results of mutants. A test that also fails without them kills none."""
+    os.environ.update(ENVIRONMENT)
+    FORKS.set_forkserver_preload(LIBRARIES)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies: queue.Queue[Path] = queue.Queue()
         for job in range(jobs):
@@ -179,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     survivors = [x["name"] for x in results if x["killed_by"] is None]
     print(f"{len(results) - len(survivors)} of {len(results)} mutants killed")
     if args.output is not None:
-        about = {"versions": {x: version(x) for x in PACKAGES}, "command": "python " + " ".join(PYTEST)}
+        about = {"versions": {x: version(x) for x in PACKAGES}, "command": shlex.join(["pytest", *PYTEST])}
         args.output.write_text(json.dumps(about | {"mutants": results}, indent=1) + "\n", encoding="utf-8")
     return int(bool(survivors))
 
