@@ -4,7 +4,7 @@ import unittest
 
 import torch
 from mixins.op import BuiltinTesterMixin
-from mixins.triton import bad_input_tests
+from mixins.triton import InterpretedKernelsTest, bad_input_tests
 
 from transformers_packed.ops import gated_delta_gates
 
@@ -35,6 +35,20 @@ class ReferenceTest(BuiltinTesterMixin, unittest.TestCase):
 
         inputs = [self.normal(2, 7, 6), self.normal(2, 7, 6), self.normal(6), self.normal(6)]
         self.assert_same(lambda *x: gated_delta_gates(*x, impl="reference"), theirs, inputs)
+
+
+class InterpretedTest(InterpretedKernelsTest):
+    def test_gradients_of_parameters_add_up_over_all_tokens_of_a_program(self):
+        # On a CPU, 4 programs share tiles of 64 tokens.
+        generator = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(shape, generator=generator) for shape in ((321, 3), (321, 3), (3,), (3,))]
+        found = []
+        for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+            leaves = [x.to(dtype).requires_grad_() for x in inputs]
+            g, beta = gated_delta_gates(*leaves, impl=impl)
+            found.append(torch.autograd.grad(g.sum() + beta.sum(), leaves))
+        for actual, expected in zip(*found, strict=True):
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 class BadInputTest(bad_input_tests(SHAPES, UNSERVED)):
