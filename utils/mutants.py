@@ -120,7 +120,7 @@ def run_tests(copy: Path, arguments: Sequence[str]) -> tuple[int | None, list[st
         process.kill()
         process.join()
     output = log.read_text(encoding="utf-8", errors="replace")
-    failed = re.findall(r"^(?:FAILED|SUBFAILED\S*|ERROR) (tests/\S+?::\S+)", output, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|SUBFAILED.*?|ERROR) (tests/\S+?::\S+)", output, re.MULTILINE)
     return process.exitcode, failed, output
 
 
