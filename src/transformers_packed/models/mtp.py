@@ -9,17 +9,15 @@ are.
 import json
 import os
 import re
-import shutil
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
@@ -37,18 +35,6 @@ HEAD_FILE = "mtp.safetensors"
 _SHARD = "model-mtp.safetensors"
 # The files of a distributed checkpoint (`save_pretrained(distributed_checkpoint=True)`): a shard of each process.
 _OF_PROCESSES = "shard-*-model-*.safetensors"
-# Bytes that are copied at a time.
-_PIECE = 2**24
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """The bytes `begin` to `end` of a file, and what its header says of them: dtype and shape."""
-
-    path: Path
-    about: dict[str, Any]
-    begin: int
-    end: int
 
 
 def declares_head(config: PreTrainedConfig) -> bool:
@@ -56,7 +42,7 @@ def declares_head(config: PreTrainedConfig) -> bool:
     return any(getattr(part, name, None) for part in (config, config.get_text_config()) for name in DECLARED)
 
 
-def find_head(config: PreTrainedConfig) -> dict[str, SavedTensor]:
+def find_head(config: PreTrainedConfig) -> dict[str, Path]:
     """Return the tensors of the head in the checkpoint that `config` was loaded from, by name. None of them is read."""
     paths = [_file_of(config, SAFE_WEIGHTS_NAME)]
     # Where an earlier save has left an index, Transformers loads the file of all weights, too.
@@ -81,33 +67,28 @@ def _file_of(config: PreTrainedConfig, name: str) -> Path | None:
     return None if path is None else Path(path)
 
 
-def _may_be_of_another_revision(config: PreTrainedConfig, head: dict[str, SavedTensor]) -> bool:
+def _may_be_of_another_revision(config: PreTrainedConfig, head: dict[str, Path]) -> bool:
     """Whether the cache of the Hub has other weights as well, and nothing says which of them a model was loaded from."""
     if not head or revision_of(config) is not None or Path(config.name_or_path or "").is_dir():
         return False
-    snapshots = {tensor.path.parent.parent for tensor in head.values()}
-    files = {tensor.path.name: tensor.path.resolve() for tensor in head.values()}
+    snapshots = {path.parent.parent for path in head.values()}
+    files = {path.name: path.resolve() for path in head.values()}
     return any(x.resolve() != files[name] for name in files for x in min(snapshots).glob(f"*/{name}"))
 
 
-def tensors_of_head(path: Path) -> dict[str, SavedTensor]:
-    """Return the tensors of the head in a safetensors file, by name."""
-    header, start = read_header(path)
-    return {
-        name: SavedTensor(
-            path,
-            {key: value for key, value in about.items() if key != "data_offsets"},
-            *(start + at for at in about["data_offsets"]),
-        )
-        for name, about in header.items()
-        if name.startswith(PREFIX)
-    }
+def tensors_of_head(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor of the head in a safetensors file, by name."""
+    with safe_open(path, "pt") as file:
+        return {name: path for name in file.keys() if name.startswith(PREFIX)}
 
 
-def read_tensor(tensor: SavedTensor, name: str) -> torch.Tensor:
-    """Read a tensor by its name in its file."""
-    with safe_open(tensor.path, "pt") as file:
-        return file.get_tensor(name)
+def read_tensors(files: Mapping[str, Path]) -> dict[str, torch.Tensor]:
+    """Return the tensors with these names in their files. They are views of mapped files, of which no second copy exists."""
+    found = {}
+    for path in set(files.values()):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name, place in files.items() if place == path}
+    return found
 
 
 def to_module_names(head: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -129,13 +110,6 @@ def to_module_names(head: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return found
 
 
-def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return the header of a safetensors file, and where its data starts."""
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        return json.loads(file.read(size)), 8 + size
-
-
 @contextmanager
 def keep_head(config: PreTrainedConfig, folder: Path, saves: bool) -> Iterator[None]:
     """Add the head to the checkpoint that the block writes into `folder`, on the process that `saves`.
@@ -151,7 +125,7 @@ def keep_head(config: PreTrainedConfig, folder: Path, saves: bool) -> Iterator[N
     with TemporaryDirectory(dir=folder.parent) if _is_in(head, folder) else nullcontext() as aside:
         if aside is not None:
             # The block overwrites the files that the head is read from.
-            write_tensors(Path(aside) / _SHARD, head)
+            write_head(Path(aside) / _SHARD, head)
             head = tensors_of_head(Path(aside) / _SHARD)
         yield
         # An earlier save of another kind leaves its files. Adapters and shards of a run write none of these.
@@ -182,54 +156,39 @@ def _versions(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in paths if path.exists()}
 
 
-def _is_in(head: dict[str, SavedTensor], folder: Path) -> bool:
-    return folder.exists() and any(tensor.path.parent.samefile(folder) for tensor in head.values())
+def _is_in(head: dict[str, Path], folder: Path) -> bool:
+    return folder.exists() and any(path.parent.samefile(folder) for path in head.values())
 
 
-def add_head(head: dict[str, SavedTensor], folder: Path, written: list[str]) -> None:
+def add_head(head: dict[str, Path], folder: Path, written: list[str]) -> None:
     """Add the tensors of a head to the files `written` in a folder: to the only file, or as a shard."""
+    if SAFE_WEIGHTS_NAME in written and SAFE_WEIGHTS_INDEX_NAME not in written:
+        path = folder / SAFE_WEIGHTS_NAME
+        with safe_open(path, "pt") as file:
+            _write(path, read_tensors(dict.fromkeys(file.keys(), path) | head), file.metadata())
+        return
+    size = write_head(folder / _SHARD, head)
     if SAFE_WEIGHTS_INDEX_NAME in written:
-        write_tensors(folder / _SHARD, head)
         path = folder / SAFE_WEIGHTS_INDEX_NAME
         index = json.loads(path.read_text(encoding="utf-8"))
         index["weight_map"] |= dict.fromkeys(head, _SHARD)
-        index["metadata"]["total_size"] += sum(tensor.end - tensor.begin for tensor in head.values())
+        index["metadata"]["total_size"] += size
         path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    elif SAFE_WEIGHTS_NAME in written:
-        write_tensors(folder / SAFE_WEIGHTS_NAME, head, folder / SAFE_WEIGHTS_NAME)
-    else:
-        write_tensors(folder / _SHARD, head)
 
 
-def write_tensors(path: Path, head: dict[str, SavedTensor], before: Path | None = None) -> None:
-    """Write a safetensors file with the tensors of the file `before`, if any, and those of a head."""
+def write_head(path: Path, head: dict[str, Path]) -> int:
+    """Write a file with the tensors of a head, and return their bytes."""
+    tensors = read_tensors(head)
     # What makes one file of those of all processes (`consolidate_distributed_checkpoint`) reads where each part starts.
-    starts = {name: {"saved_offsets": [0] * len(tensor.about["shape"])} for name, tensor in head.items()}
-    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(starts)}}
-    start = 0
-    if before is not None:
-        header, start = read_header(before)
-    at = max((about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"), default=0)
-    for name, tensor in head.items():
-        size = tensor.end - tensor.begin
-        header[name] = tensor.about | {"data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # The data starts at a multiple of 8 bytes.
-    text += b" " * (-len(text) % 8)
-    # Other processes may read the folder already.
+    starts = {name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in tensors.items()}
+    _write(path, tensors, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(starts)})
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
+    # Other processes may read the folder already, and `tensors` may be those of the file itself.
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        if before is not None:
-            with before.open("rb") as source:
-                source.seek(start)
-                shutil.copyfileobj(source, file, _PIECE)
-        for tensor in head.values():
-            with tensor.path.open("rb") as source:
-                source.seek(tensor.begin)
-                for begin in range(tensor.begin, tensor.end, _PIECE):
-                    file.write(source.read(min(_PIECE, tensor.end - begin)))
+    save_file(tensors, partial, metadata)
     os.replace(partial, path)
 
 

@@ -31,7 +31,7 @@ from ..shared_prompts import SharedPrompts, Successors
 from .families import OWN, families_of, family_of, titles
 from .inputs import resolve_boundaries
 from .masks import is_padding, read_padding
-from .mtp import DECLARED, HEAD_FILE, PREFIX, find_head, read_tensor, tensors_of_head, to_module_names
+from .mtp import DECLARED, HEAD_FILE, PREFIX, find_head, read_tensors, tensors_of_head, to_module_names
 from .mtp_beside import head_in_use
 from .padding import PaddedBatch
 from .projections import project
@@ -278,7 +278,7 @@ def add_mtp(model: torch.nn.Module, folder: str | Path | None = None, dtype: tor
     like = inner.get_decoder().norm.weight
     dtype = inner.dtype if dtype is None else dtype
     if source:
-        load_head(head, {name: read_tensor(tensor, name) for name, tensor in tensors.items()}, like.device, dtype)
+        load_head(head, read_tensors(tensors), like.device, dtype)
     else:
         head.to_empty(device=like.device).to(dtype)
         initialize(inner, head)
