@@ -28,7 +28,7 @@ def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     """
     inner = inner_model(model)
     devices = sorted({x.device.index for x in model.parameters() if x.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), _same_buffers(model), _same_attributes(model):
+    with torch.random.fork_rng(devices=devices), _same_values(model):
         with _frozen(model), _in_training(model), quiet(model):
             if hasattr(inner.config, "use_cache"):
                 inner.config.use_cache = False
@@ -61,36 +61,22 @@ def _is_rate(item: Any, name: str, value: Any) -> bool:
 
 
 @contextmanager
-def _same_buffers(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the buffers of all modules and their contents."""
-    buffers = [(m._buffers, dict(m._buffers), {k: _copy(v) for k, v in m._buffers.items()}) for m in model.modules()]
+def _same_values(model: torch.nn.Module) -> Iterator[None]:
+    """Restore what a forward stores in modules and configurations: modes, cached lengths, and buffers with their contents."""
+    modules = list(model.modules())
+    namespaces = [*map(vars, (*modules, *_configs(model))), *(module._buffers for module in modules)]
+    entries = [(current, dict(current)) for current in namespaces]
+    contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
     try:
         yield
     finally:
-        for current, before, contents in buffers:
-            current.clear()
-            current.update(before)
-            for name, content in contents.items():
-                buffer = before[name]
-                if buffer is not None and content is not None and not torch.equal(content, buffer):
-                    buffer.data.copy_(content)
-
-
-def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None or tensor.is_meta else tensor.detach().clone()
-
-
-@contextmanager
-def _same_attributes(model: torch.nn.Module) -> Iterator[None]:
-    """Restore what a forward stores in modules and configurations, such as modes and cached lengths."""
-    attributes = [(vars(item), dict(vars(item))) for item in (*model.modules(), *_configs(model))]
-    try:
-        yield
-    finally:
-        for current, before in attributes:
+        for current, before in entries:
             if current.keys() != before.keys() or any(current[name] is not before[name] for name in before):
                 current.clear()
                 current.update(before)
+        for buffer, content in contents:
+            if not torch.equal(content, buffer):
+                buffer.data.copy_(content)
 
 
 @contextmanager
