@@ -227,7 +227,7 @@ def _draw(path: str | Path, columns: list[tuple[str, AuditReport, SourceResult]]
     from matplotlib.figure import Figure
 
     results = [result for *_, result in columns]
-    rows = ["forward"] + ["backward"] * any(result.backward for result in results)
+    rows = ["forward", "backward"] if any(result.backward for result in results) else ["forward"]
     size = max(3.0, 0.42 * max(len(report.lengths) for _, report, _ in columns))
     figsize = (1.8 + (size + 0.9) * len(columns), 0.9 + (size + 1.0) * len(rows))
     figure = Figure(figsize=figsize, layout="constrained", dpi=150)

@@ -116,7 +116,7 @@ def load_weights(option: str, source: str, auto: Any, **options) -> PreTrainedMo
 
 
 def _first_of(keys: list[str]) -> str:
-    return ", ".join([*keys[:_SHOWN_KEYS], *["..."] * (len(keys) > _SHOWN_KEYS)])
+    return ", ".join(keys if len(keys) <= _SHOWN_KEYS else [*keys[:_SHOWN_KEYS], "..."])
 
 
 @contextmanager

@@ -124,8 +124,12 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
 def _adapters(settings: Namespace) -> str:
     if not settings.lora:
         return ""
-    parts = ["on experts too"] * settings.experts + ["in 4 bit"] * settings.load_in_4bit
-    return "".join([" with LoRA", *(f", {part}" for part in parts), "," * bool(parts)])
+    said = " with LoRA"
+    if settings.experts:
+        said += ", on experts too"
+    if settings.load_in_4bit:
+        said += ", in 4 bit"
+    return f"{said}," if settings.experts or settings.load_in_4bit else said
 
 
 def _say_samples(samples: Samples, settings: Namespace) -> None:
@@ -148,7 +152,7 @@ def _say_start(settings: Namespace, checkpoint: Path | None, damaged: list[str])
 
 
 def _say_saved(settings: Namespace) -> None:
-    saved, head = "adapter" if settings.lora else "model", ", the head" * (settings.mtp or settings.mtp_only)
+    saved, head = "adapter" if settings.lora else "model", ", the head" if settings.mtp or settings.mtp_only else ""
     say(f"Saved the {saved}{head} and the tokenizer in {settings.output}")
 
 

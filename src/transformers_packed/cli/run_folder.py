@@ -157,7 +157,8 @@ def check_same_settings(output: Path, kept: dict[str, Any], resume: bool) -> Non
     if differing:
         names = {name: f"--{name.replace('_', '-')}" for name in every} | {"processes": "processes"}
         got = [_said(names[name], kept.get(name), x) for name, x in differing.items() if name != "samples"]
-        got += ["other samples"] * ("samples" in differing)
+        if "samples" in differing:
+            got.append("other samples")
         fix = "Use the command of that run, or choose another --output."
         if not resume:
             fix = f"Use the command of that run, choose another --output, or delete {path} to start over."

@@ -123,7 +123,9 @@ class PackedCollator(V2BatchSamplerDataCollatorForSeq2Seq):
         order = (~is_real).flatten().to(torch.uint8).argsort(stable=True)
         batch = {name: column.flatten()[order][None] for name, column in batch.items()}
         padding = int((~is_real).sum())
-        documents = [length for row in lengths for length in row] + [padding] * bool(padding)
+        documents = [length for row in lengths for length in row]
+        if padding:
+            documents.append(padding)
         boundaries = SequenceBoundaries.from_lengths(documents)
         if "labels" in batch:
             # No token of the same document predicts its first token.

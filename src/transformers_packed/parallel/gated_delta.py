@@ -211,7 +211,7 @@ def _by_states(rule: Callable, shard: RowShard, *inputs: torch.Tensor, **options
         both, summary = call((*inputs[:2], wide, *inputs[3:]), state)
         ends = inputs
     else:
-        first, last = lengths[0] * continued, lengths[-1] * shard.goes_on
+        first, last = lengths[0] if continued else 0, lengths[-1] if shard.goes_on else 0
         inputs, begins, ends = zip(*(_WithEnds.apply(x, first, last) for x in inputs), strict=True)
         state = value.new_zeros(1, heads, key_dim, value_dim, dtype=dtype)
         if last:

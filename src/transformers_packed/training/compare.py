@@ -173,7 +173,7 @@ def _difference(row: Side, other: Side, precision: str, what: str) -> str | None
     """The first value whose means, or whose noise, differ by more than they may."""
     for name, bar in _bars(row, other, precision):
         a, b = row.all(name), other.all(name)
-        size = _size(b, _LEAST_LOSS * (name == LOSS))
+        size = _size(b, _LEAST_LOSS if name == LOSS else 0.0)
         noise = STANDARD_ERRORS * _standard_error(a, b)
         error = (a.mean(0) - b.mean(0)).norm().item()
         spread, expected = _spread(a), _spread(b)
