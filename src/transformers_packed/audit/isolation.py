@@ -7,7 +7,7 @@ document, and a router's loss couples documents by design.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -110,10 +110,8 @@ class Seen:
 def watch(model: torch.nn.Module) -> Iterator[Seen]:
     seen, inner = Seen(), inner_model(model)
     models = [module for module in inner.modules() if hasattr(module, "get_input_embeddings")]
-    handles = [module.register_forward_hook(seen.leave) for module in models]
-    handles.append(inner.get_input_embeddings().register_forward_hook(seen.embed))
-    try:
+    with ExitStack() as hooks:
+        for module in models:
+            hooks.enter_context(module.register_forward_hook(seen.leave))
+        hooks.enter_context(inner.get_input_embeddings().register_forward_hook(seen.embed))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -7,12 +7,11 @@ them, a recurrent state to all of them.
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 
 # Represents a change that is not finite, such as NaN that spreads from one document to another.
@@ -113,7 +112,6 @@ def eager(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 @contextmanager
 def _visits(model: torch.nn.Module, visit: Callable) -> Iterator[None]:
     """Call `visit(name, module, args, kwargs, output)` whenever a module finishes, with a copy of its inputs."""
-    handles: list[RemovableHandle] = []
     stack: list[tuple[tuple, dict]] = []
     busy: list[bool] = []
 
@@ -134,14 +132,11 @@ def _visits(model: torch.nn.Module, visit: Callable) -> Iterator[None]:
 
         return hook
 
-    try:
+    with ExitStack() as hooks:
         for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after(name), with_kwargs=True))
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after(name), with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _map(function: Callable, values: Any) -> Any:
@@ -236,11 +231,8 @@ def _arguments(model: torch.nn.Module, run: Callable, key: tuple[str, int]) -> t
     def hook(_module, args, kwargs):
         calls.append(_map(lambda x: x.clone(), (args, kwargs)) if len(calls) == number else None)
 
-    handle = model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True):
         run(model)
-    finally:
-        handle.remove()
     return calls[number] if number < len(calls) else None
 
 

@@ -294,11 +294,8 @@ class Probe:
             changed.append(change(output))
             return changed[0]
 
-        handle = self.embeddings.register_forward_hook(hook)
-        try:
+        with self.embeddings.register_forward_hook(hook):
             return self._call(self.model, ids, **kwargs)
-        finally:
-            handle.remove()
 
     @torch.no_grad()
     def logits_by_other_rounding(self, ids: torch.Tensor) -> torch.Tensor:

@@ -147,11 +147,8 @@ def other_rounding(model: torch.nn.Module, epsilon: float) -> Iterator[None]:
     def change(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return output * (1 + epsilon * (2 * torch.rand_like(output, dtype=torch.float32) - 1)).to(output.dtype)
 
-    handle = inner_model(model).get_input_embeddings().register_forward_hook(change)
-    try:
+    with inner_model(model).get_input_embeddings().register_forward_hook(change):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
