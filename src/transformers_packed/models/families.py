@@ -57,7 +57,7 @@ _KIMI_DELTA = Mixer(keywords=("cu_seqlens", "seq_idx"), kernels=("causal_conv1d_
 
 _MIXERS: dict[str, dict[str, Mixer]] = {
     "bamba": {"BambaMixer": _MAMBA2, "BambaAttention": _MASKED_ROW},
-    "falcon_h1": {"FalconH1Mixer": Mixer(row="falcon_h1"), "FalconH1Attention": _MASKED_ROW},
+    "falcon_h1": {"FalconH1Mixer": _MAMBA2, "FalconH1Attention": _MASKED_ROW},
     "falcon_mamba": {"FalconMambaMixer": _MAMBA},
     # No module needs replacing. It is enough to disable the cache of the text model, which mixes documents with one.
     "fuyu": {},

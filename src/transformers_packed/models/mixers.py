@@ -56,25 +56,18 @@ def short_conv(module: Any, boundaries: SequenceBoundaries, hidden_states, atten
 
 @force_accelerate_hooks("conv1d")
 def mamba2(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_mask=None, **_):
-    """Compute a Mamba-2 mixer: the convolution, the scan, the norm with a gate, and the output layer."""
+    """Compute a Mamba-2 mixer: the convolution, the scan, the norm with a gate, and the output layer.
+
+    That of Falcon-H1 has multipliers, and perhaps no norm.
+    """
     if attention_mask is not None or not isinstance(module.conv1d, torch.nn.Conv1d):
         return None
+    if hasattr(module, "ssm_in_multiplier"):
+        hidden_states = hidden_states * module.ssm_in_multiplier
     (projected,) = project(hidden_states, module.in_proj)
-    return _after_projection(module, projected, boundaries)
-
-
-@force_accelerate_hooks("conv1d")
-def falcon_h1(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_mask=None, **_):
-    """Compute a Mamba-2 mixer with multipliers, and perhaps without a norm."""
-    if attention_mask is not None or not isinstance(module.conv1d, torch.nn.Conv1d):
-        return None
-    (projected,) = project(hidden_states * module.ssm_in_multiplier, module.in_proj)
-    # Under autocast the multipliers are in float32, in which the mixer would be slow.
-    projected = (projected * module.mup_vector).to(projected.dtype)
-    return _after_projection(module, projected, boundaries)
-
-
-def _after_projection(module, projected: torch.Tensor, boundaries) -> torch.Tensor:
+    if hasattr(module, "mup_vector"):
+        # Under autocast the multipliers are in float32, in which the mixer would be slow.
+        projected = (projected * module.mup_vector).to(projected.dtype)
     groups, states = module.n_groups, module.ssm_state_size
     sizes = [module.intermediate_size, module.intermediate_size + 2 * groups * states, module.num_heads]
     gate, mixed, dt = projected.split(sizes, dim=-1)
@@ -155,7 +148,6 @@ def zamba(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_
 # By the names in `Mixer.row`.
 ROWS: dict[str, Callable[..., Any]] = {
     "causal_attention": causal_attention,
-    "falcon_h1": falcon_h1,
     "mamba": mamba,
     "mamba2": mamba2,
     "short_conv": short_conv,
