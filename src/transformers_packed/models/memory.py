@@ -2,6 +2,10 @@
 
 docs/explained/memory.md has the formulas and compares them with measurements. Bytes are per GPU, and the computation is
 in bfloat16.
+
+A layer that runs without a GPU cannot tell these numbers. PyTorch's reference of a delta rule makes its layer save 5.3 to
+6.0 times what the kernels make it save, and that of attention 1.9 to 2.4 times. With gradient checkpointing, 4 to 21 % of
+a step are what the kernels make in the backward of one layer, which no hook of saved tensors sees.
 """
 
 from dataclasses import dataclass
@@ -110,18 +114,15 @@ def _of_delta_rule(rule: DeltaRule) -> tuple[int, int]:
         # Queries and keys in float32, whose length is made one in PyTorch.
         kept += 2 * 2 * rule.keys
     if rule.by_channel:
-        return kept + _KEPT_BY_CHANNEL * rule.heads, _made_by_channel(rule)
+        # In flash-linear-attention 0.6, per head: rows of two chunk matrices and the rate, and in float32 the scales of
+        # queries, of keys and of the norm.
+        return kept + (2 * RULE_CHUNK_SIZE + 1 + 2 * 3) * rule.heads, _made_by_channel(rule)
     # Per head: a row of the chunk matrix, the rate, and in float32 the decay, its cumulative sum in a chunk, and the scale
     # of the norm.
     kept += (RULE_CHUNK_SIZE + 1 + 2 * 3) * rule.heads
     # In FlashQLA: recomputed states of the size of two values, and gradients of queries and keys per value head, values,
     # the output and its gate, and the output again. flash-linear-attention makes up to five values more.
     return kept, (8 if flash_qla.takes_heads(rule.key_dim, rule.value_dim) else 13) * rule.values
-
-
-# Values of a head per token in flash-linear-attention: rows of two chunk matrices and the rate, and in float32 the scales
-# of queries, of keys and of the norm.
-_KEPT_BY_CHANNEL = 2 * RULE_CHUNK_SIZE + 1 + 2 * 3
 
 
 def _made_by_channel(rule: DeltaRule) -> int:

@@ -1,5 +1,6 @@
 """Sizes of the layers of hybrids, read from their configurations: what plans of rows, memory and processes count."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,10 +116,10 @@ def qwen_sizes(text: PreTrainedConfig, together: bool = False, mlp_linear_layers
     linears = (hidden, 2 * query), (hidden, key), (hidden, key), (query, hidden)
     # Queries, their gate, keys and values after projection; queries and keys after norm and rotation; a copy of the gate.
     attention = Attention(heads, kv_heads, dim, dim, linears, kept=4 * query + 3 * key, has_gate=True)
-    keys, number = text.linear_num_key_heads * text.linear_key_head_dim, text.linear_num_value_heads
-    values = number * text.linear_value_head_dim
-    apart = (2 * keys + values, values, number, number)
-    outputs = (2 * keys + 2 * values, 2 * number) if together else apart
+
+    def outputs(keys: int, values: int, heads: int) -> tuple[int, ...]:
+        return (2 * (keys + values), 2 * heads) if together else (2 * keys + values, values, heads, heads)
+
     return _hybrid(text, attention, _gated_delta_rule(text, outputs), mlp_linear_layers)
 
 
@@ -130,10 +131,8 @@ def olmo_sizes(text: PreTrainedConfig) -> Sizes:
     linears = (hidden, query), (hidden, key), (hidden, key), (query, hidden)
     # Queries, keys and values after projection; queries and keys after norm and rotation.
     attention = Attention(heads, kv_heads, dim, dim, linears, kept=2 * query + 3 * key)
-    keys, number = text.linear_num_key_heads * text.linear_key_head_dim, text.linear_num_value_heads
-    values = number * text.linear_value_head_dim
-    outputs = keys, keys, values, values, number, number
-    return _hybrid(text, attention, _gated_delta_rule(text, outputs))
+    rule = _gated_delta_rule(text, lambda keys, values, heads: (keys, keys, values, values, heads, heads))
+    return _hybrid(text, attention, rule)
 
 
 def latent_sizes(text: PreTrainedConfig, low_rank_gates: bool, has_gate: bool) -> Sizes:
@@ -176,10 +175,11 @@ def latent_sizes(text: PreTrainedConfig, low_rank_gates: bool, has_gate: bool) -
     return _hybrid(text, attention, rule)
 
 
-def _gated_delta_rule(text: PreTrainedConfig, outputs: tuple[int, ...]) -> DeltaRule:
-    """Read the sizes of the gated delta rule, whose inputs come from linear layers with these outputs."""
-    hidden, values = text.hidden_size, text.linear_num_value_heads * text.linear_value_head_dim
-    linears = (*((hidden, n) for n in outputs), (values, hidden))
+def _gated_delta_rule(text: PreTrainedConfig, outputs: Callable[[int, int, int], tuple[int, ...]]) -> DeltaRule:
+    """Read the sizes of the gated delta rule. Of its keys, values and value heads, `outputs` tells those of its linear layers."""
+    hidden, keys = text.hidden_size, text.linear_num_key_heads * text.linear_key_head_dim
+    values = text.linear_num_value_heads * text.linear_value_head_dim
+    linears = (*((hidden, n) for n in outputs(keys, values, text.linear_num_value_heads)), (values, hidden))
     return DeltaRule(
         key_heads=text.linear_num_key_heads,
         heads=text.linear_num_value_heads,

@@ -73,8 +73,8 @@ class SequenceParallelPlan:
             `gated_delta_rule` and `attention`, as in [`SequenceParallel`].
         lora ([`Lora`]):
             The adapters that are trained.
-        optimizer (`str`), weights (`str`):
-            The optimizer and the dtype of the parameters, as in [`plan_sequence_parallel`].
+        optimizer (`str`):
+            The optimizer, as in [`plan_sequence_parallel`].
     """
 
     config: PreTrainedConfig
@@ -88,7 +88,6 @@ class SequenceParallelPlan:
     methods: dict[str, str | None]
     lora: Lora = ALL_TRAINED
     optimizer: str = DEFAULT
-    weights: str = "bfloat16"
 
     @property
     def size(self) -> int:
@@ -107,20 +106,26 @@ class SequenceParallelPlan:
         host = self.options[size][way].host * sum(chosen) / len(chosen) * 17 / 16
         return f"P = {size}, every_n_layers={every}" + (f", {_gib(host)} GiB of host memory per GPU" if host else "")
 
-    def exchanges(self, size: int) -> list[Exchange]:
-        """The exchanges of all layers for one row over `size` processes."""
-        return exchanges(self.config, self.max_length, size, **self.methods)
-
     def summary(self) -> str:
         """The plan as text."""
-        first, optimizer = self.options[self.size][0], OPTIMIZERS[self.optimizer]
-        whole, states = not is_sharded(self.lora, optimizer), "AdamW" if self.optimizer == DEFAULT else self.optimizer
+        need, states = self.options[self.size][0], "AdamW" if self.optimizer == DEFAULT else self.optimizer
+        trained, share = self.parameters.trained(self.lora), 1 - 1 / self.gpus
+        if is_sharded(self.lora, OPTIMIZERS[self.optimizer]):
+            where = "FSDP2 shards per GPU"
+            gathered = [f"FSDP2 gathers per GPU: {_gib(need.gathered)} GiB of weights and gradients at a time"]
+            transfers = (
+                f"FSDP2 transfers per GPU: {_mib(HALF * self.parameters.total * share)} MiB of weights in forward, the "
+                f"same in backward, and {_mib(HALF * trained * share)} MiB of gradients"
+            )
+        else:
+            where, gathered = "Not sharded, on each GPU", []
+            transfers = f"DDP transfers per GPU: {_mib(2 * need.gradients * share)} MiB of gradients"
         lines = [
             f"{self.config.model_type} with {self.parameters.total / 1e9:.2f} B parameters"
             f"{_adapters(self.parameters, self.lora)}, rows of {self.max_length:,} tokens, {count(self.gpus, 'GPU')} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
-            f"{'Not sharded, on each GPU' if whole else 'FSDP2 shards per GPU'}: weights {_gib(first.weights)} GiB, "
-            f"gradients {_gib(first.gradients)} GiB, {states} {_gib(first.moments)} GiB",
-            f"FSDP2 gathers per GPU: {_gib(first.gathered)} GiB of weights and gradients at a time",
+            f"{where}: weights {_gib(need.weights)} GiB, gradients {_gib(need.gradients)} GiB, {states} "
+            f"{_gib(need.moments)} GiB",
+            *gathered,
             "",
             "P is the number of GPUs that share a row. The last three columns are the memory per GPU: without gradient",
             "checkpointing, with it, and with all checkpoints in host memory.",
@@ -140,7 +145,7 @@ class SequenceParallelPlan:
                 f'Each GPU receives per row with P = {self.size}, gated_delta_rule="{self.methods["gated_delta_rule"]}" '
                 f'and attention="{attention}":'
             )
-            found = self.exchanges(self.size)
+            found = exchanges(self.config, self.max_length, self.size, **self.methods)
             for exchange in found:
                 times = f"{exchange.layers} x {_mib(exchange.bytes)} MiB"
                 lines.append(f"  {exchange.name:<45} {times:>20} = {_mib(exchange.layers * exchange.bytes):>9} MiB")
@@ -148,17 +153,7 @@ class SequenceParallelPlan:
             lines.append(
                 f"  Total: {total} MiB in forward, the same in backward, and once more with gradient checkpointing"
             )
-        trained, others = self.parameters.trained(self.lora), 1 - 1 / self.gpus
-        if whole:
-            del lines[2]
-            gradients = self.options[self.size][0].gradients
-            lines.append(f"DDP transfers per GPU: {_mib(2 * gradients * others)} MiB of gradients")
-        else:
-            lines.append(
-                f"FSDP2 transfers per GPU: {_mib(HALF * self.parameters.total * others)} MiB of weights in forward, the "
-                f"same in backward, and {_mib(HALF * trained * others)} MiB of gradients"
-            )
-        return "\n".join(lines)
+        return "\n".join([*lines, transfers])
 
 
 def plan_sequence_parallel(
@@ -251,7 +246,7 @@ def plan_sequence_parallel(
     every = (None, fewest(needed[1], False), fewest(needed[2], True))
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
     plan = SequenceParallelPlan(
-        config, parameters, max_length, gpus, memory, options, needed, every, methods, lora, optimizer, weights
+        config, parameters, max_length, gpus, memory, options, needed, every, methods, lora, optimizer
     )
     if not any(needed):
         raise _nothing_fits(plan, unfit)
