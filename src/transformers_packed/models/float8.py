@@ -63,20 +63,18 @@ def use_float8(model: Model, module_filter: Callable[[torch.nn.Module, str], boo
     """
     text_models_of(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    problems = {name: _problem(model, name, layer) for name, layer in layers.items()}
     if module_filter is None:
-        chosen = _chosen_by_default(problems)
+        fewest = _by_default(model, layers)
     else:
-        chosen = {name for name, layer in layers.items() if module_filter(layer, name)}
-        wrong = next((name for name in layers if name in chosen and problems[name]), None)
-        if wrong is not None:
-            raise input_error("a module_filter that selects supported layers", f"{wrong}, which {problems[wrong]}")
-    fewest = dict.fromkeys(chosen, 1) if module_filter else _fewest_tokens({name: layers[name] for name in chosen})
+        fewest = {name: 1.0 for name, layer in layers.items() if module_filter(layer, name)}
+        for name in fewest:
+            if problem := _problem(model, name, layers[name]):
+                raise input_error("a module_filter that selects supported layers", f"{name}, which {problem}")
     for name, layer in layers.items():
         vars(layer)[_MARK] = fewest.get(name)
     forget_graphs(model)
-    log = logger.info if module_filter or chosen else logger.warning
-    log(f"use_float8: {len(chosen)} of {len(layers)} linear layers train in float8.")
+    log = logger.info if module_filter or fewest else logger.warning
+    log(f"use_float8: {len(fewest)} of {len(layers)} linear layers train in float8.")
     return model
 
 
@@ -91,29 +89,29 @@ def share_in_float8(model: PreTrainedModel, tokens: int) -> float:
         if isinstance(module, torch.nn.Linear) and _LAYER.search(name)
     }
     work = {name: layer.in_features * layer.out_features for name, layer in layers.items()}
-    chosen = _chosen_by_default({name: _problem(model, name, layer) for name, layer in layers.items()})
-    fewest = _fewest_tokens({name: layers[name] for name in chosen})
+    fewest = _by_default(model, layers)
     sizes = sizes_of(model.config)
     mixtures = [layer.mlp for layer in sizes.layers if isinstance(layer.mlp, Experts)]
     others = sum(3 * mixture.chosen * mixture.width * sizes.hidden for mixture in mixtures)
-    return sum(work[name] for name in chosen if fewest[name] <= tokens) / (sum(work.values()) + others)
+    return sum(work[name] for name, least in fewest.items() if least <= tokens) / (sum(work.values()) + others)
 
 
-def _chosen_by_default(problems: dict[str, str]) -> set[str]:
-    """Return the names of the supported layers that are neither sensitive nor in the first or the last decoder layer."""
-    numbers = {name: int(found[1]) for name in problems if (found := _LAYER.search(name))}
+def _by_default(model: torch.nn.Module, layers: dict[str, torch.nn.Linear]) -> dict[str, float]:
+    """Return the layers that train in float8 by default, each with the fewest tokens for which that is worth its casts.
+
+    They are supported, and neither sensitive nor in the first or the last decoder layer.
+    """
+    numbers = {name: int(found[1]) for name in layers if (found := _LAYER.search(name))}
     ends = {min(numbers.values(), default=0), max(numbers.values(), default=0)}
-    inner = [name for name, number in numbers.items() if number not in ends and not problems[name]]
-    return {name for name in inner if not any(part in SENSITIVE for part in name.split("."))}
-
-
-def _fewest_tokens(layers: dict[str, torch.nn.Linear]) -> dict[str, float]:
-    """Return the fewest tokens for which products in float8 are worth their casts, for each layer."""
+    inner = [
+        name for name, number in numbers.items() if number not in ends and not _problem(model, name, layers[name])
+    ]
+    chosen = {name: layers[name] for name in inner if not any(part in SENSITIVE for part in name.split("."))}
     largest: dict[tuple, int] = {}
-    for name, layer in layers.items():
+    for name, layer in chosen.items():
         group = _group_of(name, layer)
         largest[group] = max(layer.in_features * layer.out_features, largest.get(group, 0))
-    return {name: _LEAST_WORK / largest[_group_of(name, layer)] for name, layer in layers.items()}
+    return {name: _LEAST_WORK / largest[_group_of(name, layer)] for name, layer in chosen.items()}
 
 
 def _group_of(name: str, layer: torch.nn.Linear) -> tuple[str, int]:
