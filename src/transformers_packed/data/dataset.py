@@ -262,7 +262,9 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
         dataset = datasets.Dataset.from_list(samples)
     dataset = dataset.with_format(None)
     plan = PackingDataset(dataset, max_length, **kwargs).plan
-    _refuse_trees(dataset)
+    tree = _first_tree(dataset, table_lengths(dataset))
+    if tree is not None:
+        refuse_tree(tree, dataset[tree])
     if dataset._indices is not None:
         dataset = dataset.flatten_indices()
     lengths = sample_lengths(dataset)
@@ -295,12 +297,6 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
         block["seq_lengths"] = pa.ListArray.from_arrays(rows.astype(np.int32), pa.array(sizes))
         blocks.append(pa.table(block))
     return datasets.Dataset(pa.concat_tables(blocks))
-
-
-def _refuse_trees(dataset: Any) -> None:
-    first = _first_tree(dataset, table_lengths(dataset))
-    if first is not None:
-        refuse_tree(first, dataset[first])
 
 
 def _per_token_columns(dataset: Any, lengths: np.ndarray) -> dict[str, Any]:

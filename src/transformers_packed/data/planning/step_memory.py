@@ -75,8 +75,8 @@ class StepMemory:
         working (`float`):
             The larger of the loss computation and the backward of one layer. Gradient checkpointing first recomputes
             the forward of this layer.
-        apart (`float`, *optional*, defaults to 0.0):
-            Bytes of gradients and of activations that never exist at the same time. The total leaves them out.
+        most (`float`):
+            The most bytes of gradients and activations at the same time, which is less than their sum.
         host (`float`, *optional*, defaults to 0.0):
             Pinned host memory for checkpoints. It is not part of the total.
     """
@@ -87,13 +87,12 @@ class StepMemory:
     gathered: float
     saved: float
     working: float
-    apart: float = 0.0
+    most: float
     host: float = 0.0
 
     @property
     def total(self) -> float:
-        parts = self.weights, self.gradients, self.moments, self.gathered, self.saved, self.working
-        return sum(parts) - self.apart
+        return self.weights + self.moments + self.gathered + self.most
 
 
 def is_sharded(lora: Lora, optimizer: Optimizer) -> bool:
@@ -136,15 +135,15 @@ def step_memory(
     weights, gradients, states = _of_parameters(sizes, parameters, width, lora, optimizer)
     root = gradients if throughout else 0.0 if lora.rank else width * parameters.root
     backward = _most_in_backward(ways, given, on_device, root / gpus, gradients / gpus)
-    most, working = max(gradients * throughout / gpus + saved + loss, backward), max(loss, layer)
+    at_loss = saved + loss + (gradients / gpus if throughout else 0)
     return StepMemory(
         weights=weights / gpus,
         gradients=gradients / gpus,
         moments=states / gpus,
         gathered=_gathered(parameters, len(layers), lora) if gpus > 1 else 0,
         saved=saved,
-        working=working,
-        apart=gradients / gpus + saved + working - most,
+        working=max(loss, layer),
+        most=max(at_loss, backward),
         host=checkpoints if offload else 0.0,
     )
 
@@ -184,7 +183,10 @@ def _most_in_backward(ways: list, checkpoint: float, on_device: int, root: float
         # A layer that is computed again has its own input, too.
         held = min(checkpoints, on_device - again) * checkpoint
         most = max(most, root + each * (len(ways) - 1 - number) + below + held + kept + made)
-        below, checkpoints = below + kept * (not again), checkpoints + again
+        if again:
+            checkpoints += 1
+        else:
+            below += kept
     return most
 
 
