@@ -84,7 +84,7 @@ def tensors_of_head(path: Path) -> dict[str, Path]:
 
 def read_tensors(files: Mapping[str, Path]) -> dict[str, torch.Tensor]:
     """Return the tensors with these names in their files. They are views of mapped files, of which no second copy exists."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for path in set(files.values()):
         with safe_open(path, "pt") as file:
             found |= {name: file.get_tensor(name) for name, place in files.items() if place == path}
