@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_
 
 from transformers_packed import GradientReleaseCallback, PackedTrainer, PackedTrainingArguments
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
-from transformers_packed.models.releases import checkpointing_argument
+from transformers_packed.models.versions import checkpointing_argument
 from transformers_packed.training.optimizers import arguments_for, class_and_kwargs
 from transformers_packed.training.run_ahead import RunAheadCallback
 

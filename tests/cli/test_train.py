@@ -47,7 +47,7 @@ from transformers_packed.models import float8
 from transformers_packed.models.families import SIZED
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 from transformers_packed.models.quantized_weights import ExpertsIn4bit
-from transformers_packed.models.releases import can_select_checkpoints, checkpointing_argument
+from transformers_packed.models.versions import can_select_checkpoints, checkpointing_argument
 from transformers_packed.ops import dispatch
 from transformers_packed.training.callbacks import warm_up
 from transformers_packed.training.optimizers import unwrapped

@@ -10,7 +10,7 @@ from parameterized import parameterized
 from torch.profiler import ProfilerActivity, profile
 from transformers import set_seed
 
-from transformers_packed.models.releases import can_select_checkpoints
+from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops import implementations_used
 
 

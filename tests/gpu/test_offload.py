@@ -12,7 +12,7 @@ from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint
 from transformers import set_seed
 
-from transformers_packed.models.releases import can_select_checkpoints
+from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops.offload import Copies, HostCheckpoints
 
 

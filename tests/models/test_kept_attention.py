@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 
 from transformers_packed import configure_packing, patch_model
-from transformers_packed.models.releases import can_select_checkpoints
+from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops.attention import keeping_attention
 
 

@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 from transformers.masking_utils import create_causal_mask
 
 from transformers_packed.models.masks import read_documents, read_padding
-from transformers_packed.models.releases import CACHE
+from transformers_packed.models.versions import CACHE
 
 
 def stock_mask(numbers: list[int], implementation: str, side: str = "right") -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_packed import patch_model, unpatch_model
-from transformers_packed.models import releases
+from transformers_packed.models import releases, versions
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as packed
 from transformers_packed.ops import linear_cross_entropy
 
@@ -342,7 +342,7 @@ class RefusalTest(PatchTestCase):
         # The wrapper copies outputs, and a copy cannot compute logits later.
         self.assertEqual(model(**packed_batch(documents()), skip_logits=False).logits.dtype, torch.float32)
 
-    @parameterized.expand(["qwen3_5", *(["bamba"] if releases.supports_other_families() else [])])
+    @parameterized.expand(["qwen3_5", *(["bamba"] if versions.supports_other_families() else [])])
     def test_unwrapped_after_mixed_precision(self, family):
         """accelerate removes its wrappers until no attribute refers to a wrapped function. Our forward remains."""
         self.addCleanup(AcceleratorState._reset_state, True)

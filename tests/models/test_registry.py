@@ -29,7 +29,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import transformers_packed
 from transformers_packed.audit.tiny import tiny_config
-from transformers_packed.models import releases
+from transformers_packed.models import releases, versions
 from transformers_packed.models.families import family_of
 from transformers_packed.models.family import Own
 from transformers_packed.models.generic import auto_entries
@@ -203,13 +203,13 @@ class RegisterTest(unittest.TestCase):
 
     def test_other_families_need_a_release_that_they_are_tested_with(self):
         model, registered = tiny_model("mamba"), AutoModelForCausalLM._model_mapping._extra_content
-        with mock.patch.object(releases, "OTHER_FAMILIES", "99"):
+        with mock.patch.object(versions, "OTHER_FAMILIES", "99"):
             transformers_packed.register()
             self.assertIn(Qwen3_5TextConfig, registered)
             self.assertNotIn(transformers.MambaConfig, registered)
             with self.assertRaisesRegex(ValueError, "expected transformers >= 99 for packed rows of mamba, got"):
                 transformers_packed.patch_model(model)
-        if releases.supports_other_families():
+        if versions.supports_other_families():
             transformers_packed.patch_model(model)
 
     @pytest.mark.slow

@@ -11,8 +11,8 @@ from parameterized import parameterized
 from transformers_packed.models.families import FAMILIES, OWN, modeling_module
 from transformers_packed.models.generic import announce
 from transformers_packed.models.inputs import named_arguments
-from transformers_packed.models.releases import CACHES, supports_other_families, takes_cache
 from transformers_packed.models.replacements import REPLACEMENTS
+from transformers_packed.models.versions import CACHES, supports_other_families, takes_cache
 
 
 # Two classes of each kind that a table generates.

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 
 from transformers_packed import patch_model, unpatch_model
-from transformers_packed.models.releases import can_select_checkpoints
+from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops import offload
 
 

@@ -11,7 +11,7 @@ from parameterized import parameterized
 from torch import distributed
 
 from transformers_packed import patch_model
-from transformers_packed.models.releases import can_select_checkpoints
+from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.parallel import SequenceParallel, shard_batch
 
 

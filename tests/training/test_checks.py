@@ -27,7 +27,7 @@ from transformers_packed import PackingDataset, configure_packing, pack_dataset
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.data.dataset import find_tree
 from transformers_packed.models import verdict
-from transformers_packed.models.releases import supports_other_families
+from transformers_packed.models.versions import supports_other_families
 from transformers_packed.training import checks as module
 from transformers_packed.training import setup
 from transformers_packed.training.checks import _of_collator

@@ -29,7 +29,7 @@ from transformers_packed import (
     unpatch_model,
 )
 from transformers_packed.audit.tiny import tiny_config
-from transformers_packed.models.releases import supports_other_families
+from transformers_packed.models.versions import supports_other_families
 from transformers_packed.training import setup
 from transformers_packed.training.callbacks.every_gradient import EveryGradient
 from transformers_packed.training.callbacks.metrics import PackingMetricsCallback

@@ -37,8 +37,9 @@ from ..models.mtp_head import check_declared
 from ..models.optimizers import OPTIMIZERS, check_optimizer
 from ..models.quantization import initialize_in_4bit, nf4
 from ..models.registry import registered
-from ..models.releases import builds, can_select_checkpoints, checkpointing_argument, use_one_gpu
+from ..models.releases import builds, use_one_gpu
 from ..models.sizes import Experts
+from ..models.versions import can_select_checkpoints, checkpointing_argument
 from ..ops.float8 import MULTIPLE, verify
 from ..ops.moe import MAX_RANK
 from ..training.callbacks.gradient_release import GradientReleaseCallback

@@ -24,8 +24,9 @@ from .families import EXPERT_CLASSES
 from .lora import adapter_of_parameter, is_lora, lora_class
 from .packed_model import EXPERTS
 from .quantized_weights import ExpertsIn4bit, adopt, is_replaced
-from .releases import has_post_expert_norm, has_usual_gate
+from .releases import has_usual_gate
 from .untouched import is_untouched
+from .versions import has_post_expert_norm
 
 
 _DEFAULT = "grouped_mm"

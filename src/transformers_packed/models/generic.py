@@ -54,9 +54,10 @@ from .inputs import (
 )
 from .mixers import ROWS
 from .packed_model import PackedModelMixin
-from .releases import CACHE, CACHES, CHECKPOINTS, FLEX, check_other_families, class_names
+from .releases import CHECKPOINTS, FLEX, class_names
 from .replacements import REPLACEMENTS
 from .untouched import gathers_weights
+from .versions import CACHE, CACHES, check_other_families
 
 
 logger = logging.get_logger(__name__)

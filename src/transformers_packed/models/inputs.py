@@ -24,7 +24,7 @@ from ..boundary_checks import position_rows, restarts_in
 from ..errors import input_error
 from ..shared_prompts import SharedPrompts
 from .masks import is_padding, read_documents, read_padding, restarts_with
-from .releases import CACHES
+from .versions import CACHES
 
 
 logger = logging.get_logger(__name__)

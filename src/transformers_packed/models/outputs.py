@@ -27,9 +27,9 @@ from ..ops.cross_entropy import TargetCount, shift_labels
 from .inputs import kept_tokens, mask_targets_across_documents
 from .mtp_head import MtpHead, MtpStep, head_loss
 from .packed_model import PackedModelMixin, Switch
-from .releases import CACHE
 from .typed import OutputBase
 from .untouched import is_bare_linear, is_sharded_linear
+from .versions import CACHE
 
 
 logger = logging.get_logger(__name__)

@@ -16,9 +16,10 @@ from .family import Own
 from .mtp import PREFIX, keep_head, to_module_names
 from .mtp_beside import save_beside
 from .quantization import QuantizationMixin
-from .releases import can_select_checkpoints, note_revision, saves_adapter, wrap_checkpoints
+from .releases import note_revision, saves_adapter, wrap_checkpoints
 from .replacements import convert
 from .typed import ModelBase
+from .versions import can_select_checkpoints
 
 
 logger = logging.get_logger(__name__)

@@ -29,7 +29,7 @@ from ..shared_prompts import Copies, SharedPrompts
 from .adapters import acts_per_token
 from .inputs import is_causal, tokens_of
 from .masks import is_padding, read_padding
-from .releases import CACHES
+from .versions import CACHES
 
 
 logger = logging.get_logger(__name__)

@@ -15,9 +15,10 @@ from ..errors import input_error
 from .families import OWN, families_of_class, modeling_module
 from .family import PATCHED, Isolated, Own, Refused
 from .packed_model import PackedModelMixin
-from .releases import MODELS, Part, check_names, check_signatures, registered_classes, supports_other_families
+from .releases import MODELS, Part, check_names, check_signatures, registered_classes
 from .replacements import FAST_PATHS, REPLACEMENTS, Change, Model, apply_changes, become, find_changes
 from .trl_head import use_our_products
+from .versions import supports_other_families
 
 
 logger = logging.get_logger(__name__)

@@ -1,15 +1,13 @@
-"""What the package needs of the releases of Transformers, TRL, PEFT and accelerate.
+"""The private parts of Transformers, TRL, PEFT and accelerate: a list, and the only code that names them.
 
-The first half lists all private parts of these libraries, and has the only code that names them. The second half has
-adapters to releases of Transformers that lack a part or name it otherwise. Each adapter names the release that makes it
-unnecessary. No other module looks for a release, but `Family.is_supported`, or for a private or a missing name.
+No other module looks for a private or a missing name. `versions.py` has adapters to releases of Transformers.
 """
 
 import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache, partial, update_wrapper, wraps
+from functools import cache, partial, update_wrapper
 from importlib import import_module
 from operator import attrgetter
 from types import CodeType, FunctionType, MethodType
@@ -18,11 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import transformers
 from packaging.version import Version
-from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import generic, logging, output_capturing
-
-from ..errors import input_error
 
 
 if TYPE_CHECKING:
@@ -153,18 +147,6 @@ _REQUIRED = {
     "transformers.integrations.finegrained_fp8": ("ALL_FP8_EXPERTS_FUNCTIONS", "fp8_grouped_mm_experts_forward"),
     "transformers.utils.generic": ("is_flash_attention_requested", "TransformersKwargs.__annotations__"),
 }
-# The first release with which the families without dedicated classes are tested.
-OTHER_FAMILIES = "5.20"
-# The names of the cache as an argument of models and attention layers and in outputs, and as an argument of linear-attention
-# layers. 5.24 renamed both to `cache`, and takes the earlier names until 5.40.
-CACHE, LINEAR_CACHE = (
-    ("cache", "cache")
-    if "cache" in BaseModelOutputWithPast.__dataclass_fields__
-    else ("past_key_values", "cache_params")
-)
-_EARLIER_CACHES = ("past_key_values", "cache_params")
-# All names of a forward's cache.
-CACHES = ("cache", *_EARLIER_CACHES, "state")
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -319,6 +301,28 @@ def saves_adapter(model: torch.nn.Module) -> bool:
     return getattr(model, "_hf_peft_config_loaded", False)
 
 
+def revision_of(config: "PreTrainedConfig") -> str | None:
+    """Return the revision that a model was loaded from: our classes note it, and so did releases before 5.0."""
+    return getattr(config, "_commit_hash", None)
+
+
+def note_revision(config: "PreTrainedConfig", revision: str) -> None:
+    """Note the revision that a model was loaded from, under the name that Transformers does not save."""
+    config._commit_hash = revision
+
+
+@torch.no_grad()
+def initialize(model: "PreTrainedModel", part: torch.nn.Module) -> None:
+    """Initialize the parameters of a new part of a model as those of its own layers."""
+    for module in part.modules():
+        initialize_module(model, module)
+
+
+def initialize_module(model: "PreTrainedModel", module: torch.nn.Module) -> None:
+    """Initialize the parameters of one module, without those of its parts."""
+    model._init_weights(module)
+
+
 # The method of a Trainer that counts the targets of a step.
 COUNT_ITEMS = "_get_num_items_in_batch"
 # Those that make a dataloader and move a batch to the device.
@@ -463,98 +467,3 @@ def takes_known_arguments(scores: Any) -> bool:
     """Whether TRL's function that scores tokens is one that `trl_head.py` can take the place of."""
     forward = getattr(scores, "forward", None)
     return callable(forward) and list(inspect.signature(forward).parameters) == _SCORES_ARGUMENTS
-
-
-# Adapters to releases of Transformers
-
-
-def takes_cache(name: str) -> Callable[[Callable], Callable]:
-    """Let a method with the argument `cache` take it by all its names, and show the `name` of this release."""
-
-    def decorate(method: Callable) -> Callable:
-        @wraps(method)
-        def renamed(*args: Any, **kwargs: Any) -> Any:
-            for earlier in _EARLIER_CACHES:
-                if earlier in kwargs and "cache" in kwargs:
-                    raise TypeError(f"{method.__name__}() got both cache and {earlier}")
-                if earlier in kwargs:
-                    kwargs["cache"] = kwargs.pop(earlier)
-            return method(*args, **kwargs)
-
-        names = {"cache": name}
-        signature = inspect.signature(method)
-        parameters = [p.replace(name=names.get(p.name, p.name)) for p in signature.parameters.values()]
-        vars(renamed)["__signature__"] = signature.replace(parameters=parameters)
-        renamed.__annotations__ = {names.get(key, key): x for key, x in method.__annotations__.items()}
-
-        # Hooks copy the attributes of a bound forward. These must not include a signature with `self`.
-        @wraps(renamed, updated=())
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return renamed(*args, **kwargs)
-
-        return forward
-
-    return decorate
-
-
-def get_recurrent_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:
-    """Return the recurrent state of a layer, `None` before its first token: `Cache.get_recurrent_state` of 5.21."""
-    if hasattr(cache, "get_recurrent_state"):
-        return cache.get_recurrent_state(layer_idx)
-    layer: Any = cache.layers[layer_idx]
-    return layer.recurrent_states[0] if cache.has_previous_state(layer_idx) else None
-
-
-def revision_of(config: "PreTrainedConfig") -> str | None:
-    """Return the revision that a model was loaded from: our classes note it, and so did releases before 5.0."""
-    return getattr(config, "_commit_hash", None)
-
-
-def note_revision(config: "PreTrainedConfig", revision: str) -> None:
-    """Note the revision that a model was loaded from, under the name that Transformers does not save."""
-    config._commit_hash = revision
-
-
-@torch.no_grad()
-def initialize(model: "PreTrainedModel", part: torch.nn.Module) -> None:
-    """Initialize the parameters of a new part of a model as those of its own layers."""
-    for module in part.modules():
-        initialize_module(model, module)
-
-
-def initialize_module(model: "PreTrainedModel", module: torch.nn.Module) -> None:
-    """Initialize the parameters of one module, without those of its parts."""
-    model._init_weights(module)
-
-
-def is_rebalancing(sampler: object) -> bool:
-    """Whether a sampler deals batches out to the processes itself: a `BatchRebalanceSampler`, which 5.17 added."""
-    cls = getattr(import_module("transformers.trainer_pt_utils"), "BatchRebalanceSampler", None)
-    return cls is not None and isinstance(sampler, cls)
-
-
-def checkpointing_argument() -> str:
-    """Return the argument of `TrainingArguments` for gradient checkpointing, which 5.23 renamed."""
-    return "activation_checkpointing" if can_select_checkpoints() else "gradient_checkpointing"
-
-
-def can_select_checkpoints() -> bool:
-    """Whether gradient checkpointing has the options `every_n_layers` and `offload`, which 5.23 added."""
-    return Version(transformers.__version__) >= Version("5.23")
-
-
-def has_post_expert_norm(experts: torch.nn.Module) -> bool:
-    """Whether a mixture normalizes the outputs of its experts, for which 5.20 added an attribute."""
-    return getattr(experts, "has_post_expert_norm", False)
-
-
-def supports_other_families() -> bool:
-    """Whether this release is new enough for the families without dedicated classes."""
-    return Version(transformers.__version__) >= Version(OTHER_FAMILIES)
-
-
-def check_other_families(family: str) -> None:
-    """Raise a `ValueError` unless this release is new enough for `family`."""
-    if not supports_other_families():
-        expected = f"transformers >= {OTHER_FAMILIES} for packed rows of {family}"
-        raise input_error(expected, transformers.__version__, "Update it, or use padded batches.")

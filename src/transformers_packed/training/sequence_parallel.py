@@ -23,7 +23,8 @@ from ..data.samples import has_items
 from ..errors import input_error
 from ..models.families import sizes_of
 from ..models.registry import inner_model, transformers_model
-from ..models.releases import COUNT_ITEMS, MAKE_LOADER, PREPARE, is_rebalancing
+from ..models.releases import COUNT_ITEMS, MAKE_LOADER, PREPARE
+from ..models.versions import is_rebalancing
 from ..parallel import RowShard, shard_batch
 from ..parallel.groups import check_methods, check_size
 from .checks import datasets_of, is_preference_trainer, of_devices, plans_rows, refused

@@ -40,8 +40,8 @@ from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 from transformers_packed.models.quantized_weights import ExpertsIn4bit
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
-from transformers_packed.models.releases import can_select_checkpoints
 from transformers_packed.models.sizes import Experts
+from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops import experts
 from transformers_packed.ops.terms import Adapter
 from transformers_packed.parallel import SequenceParallel, shard_batch

@@ -15,7 +15,7 @@ from scripts.trainer_arms import CONFIGS
 from transformers import AutoModelForCausalLM, TrainerCallback, set_seed
 
 from transformers_packed import GradientReleaseCallback, configure_packing
-from transformers_packed.models.releases import checkpointing_argument
+from transformers_packed.models.versions import checkpointing_argument
 from transformers_packed.training.callbacks.gradient_release import end_releases
 from transformers_packed.training.checks import excludes_graphs
 from transformers_packed.training.optimizers import arguments_for, class_and_kwargs

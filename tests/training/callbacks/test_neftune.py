@@ -27,7 +27,7 @@ from transformers_packed import (
     patch_model,
 )
 from transformers_packed.audit.tiny import tiny_config
-from transformers_packed.models.releases import checkpointing_argument
+from transformers_packed.models.versions import checkpointing_argument
 from transformers_packed.parallel.shard import RowShard
 from transformers_packed.training.callbacks.neftune import document_lengths
 

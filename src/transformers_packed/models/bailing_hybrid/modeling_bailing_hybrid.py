@@ -18,10 +18,10 @@ from ..experts import run_experts
 from ..inputs import PackingKwargs
 from ..outputs import LanguageModelMixin
 from ..projections import gate_and_project, project, to_fuse
-from ..releases import CACHE, LINEAR_CACHE, get_recurrent_state, takes_cache
 from ..replacements import fast_path, replaces_builtin
 from ..text_model import PackedTextModelMixin
 from ..untouched import is_untouched, norm_of_stream
+from ..versions import CACHE, LINEAR_CACHE, get_recurrent_state, takes_cache
 
 
 @replaces_builtin

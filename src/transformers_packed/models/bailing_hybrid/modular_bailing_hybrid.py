@@ -22,7 +22,7 @@ from ..kimi_linear.modular_kimi_linear import (
     KimiLinearTopkRouter,
 )
 from ..projections import project
-from ..releases import CACHE, takes_cache
+from ..versions import CACHE, takes_cache
 
 
 class BailingHybridDeltaAttention(KimiLinearDeltaAttention):

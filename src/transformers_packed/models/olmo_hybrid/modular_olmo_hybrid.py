@@ -16,10 +16,10 @@ from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextMLP,
     Qwen3NextRMSNormGated,
 )
-from ..releases import CACHE, LINEAR_CACHE, takes_cache
 from ..replacements import fast_path, replaces_builtin
 from ..text_model import PackedTextModelMixin
 from ..untouched import norm_of_stream
+from ..versions import CACHE, LINEAR_CACHE, takes_cache
 
 
 class OlmoHybridGatedDeltaNet(Qwen3NextGatedDeltaNet):

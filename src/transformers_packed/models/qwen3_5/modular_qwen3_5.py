@@ -24,8 +24,8 @@ from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextRMSNorm,
     Qwen3NextRMSNormGated,
 )
-from ..releases import CACHE, takes_cache
 from ..replacements import replaces_builtin
+from ..versions import CACHE, takes_cache
 from ..vision import features_of_tokens, packed_position_ids
 
 

@@ -38,10 +38,10 @@ from ..outputs import LanguageModelMixin
 from ..packed_model import PackedModelMixin
 from ..padding import prompt_ids_of
 from ..projections import gate_and_project, project, to_fuse
-from ..releases import CACHE, LINEAR_CACHE, get_recurrent_state, takes_cache
 from ..replacements import fast_path, replaces_builtin
 from ..text_model import PackedTextModelMixin
 from ..untouched import gathers_weights, is_untouched, norm_of_stream
+from ..versions import CACHE, LINEAR_CACHE, get_recurrent_state, takes_cache
 from ..vision import features_of_tokens, packed_position_ids
 
 

@@ -32,10 +32,10 @@ from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextSparseMoeBlock,
     Qwen3NextTopKRouter,
 )
-from ..releases import CACHE, LINEAR_CACHE, takes_cache
 from ..replacements import fast_path, replaces_builtin
 from ..text_model import PackedTextModelMixin
 from ..untouched import gathers_weights, is_untouched, norm_of_stream
+from ..versions import CACHE, LINEAR_CACHE, takes_cache
 
 
 # Elements of the keys that the indexer gathers for the queries of a chunk.
