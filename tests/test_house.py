@@ -47,6 +47,51 @@ EXCEPTIONS = {
 }
 
 
+# The functions that change objects of other libraries, beside calls of `swapped`: (file, function).
+CHANGES = {
+    # The tables, and the classes and attributes of the modules of a model, which `unpatch_model` puts back.
+    ("models/installed.py", "_set"),
+    ("models/replacements.py", "become"),
+    ("models/replacements.py", "apply_changes"),
+    # What the user asks for: switches and marks of layers, heads, checkpoints, weights in 4 bit, their dequantization.
+    ("models/registry.py", "set_switches"),
+    ("models/packed_model.py", "Switch.__set__"),
+    ("models/float8.py", "use_float8"),
+    ("models/mtp_head.py", "MtpHead.__init__"),
+    ("models/mtp_head.py", "add_mtp"),
+    ("models/releases.py", "wrap_checkpoints"),
+    ("models/quantized_weights.py", "set_weights"),
+    ("models/experts_quantizer.py", "ExpertsQuantizer._dequantize"),
+    # Attributes of a copy, of our own functions and of our own tensor, which FlashQLA reads.
+    ("models/quantization.py", "_with_skipped_modules"),
+    ("models/inputs.py", "forward_like"),
+    ("models/trl_head.py", "beside_trl"),
+    ("models/versions.py", "takes_cache.decorate"),
+    ("ops/autograd.py", "first_order.decorate"),
+    ("ops/backends/flash_qla.py", "_prepared"),
+    # A Trainer, which `undo` and the contexts of the check put back.
+    ("training/apply.py", "apply"),
+    ("training/apply.py", "_undo_changes"),
+    ("training/losses.py", "set_loss_normalization"),
+    ("training/callbacks/verify.py", "VerifyCallback._refuse"),
+    ("training/callbacks/verify.py", "_evaluate"),
+    ("training/restore.py", "in_dtype"),
+    ("training/restore.py", "replace_collator"),
+    ("training/state.py", "State._class.undo"),
+    # Forwards that accelerate prepared, around another use of them.
+    ("models/releases.py", "prepare_again"),
+    # Kernels that are recorded while they are compiled.
+    ("ops/compilations.py", "replaced"),
+    ("ops/compilations.py", "_triton"),
+    # Plugins of other frameworks, and what other packages undo.
+    ("integrations/ms_swift/packed_hooks.py", "_replace"),
+    ("integrations/stock_methods.py", "Framework._restore"),
+    # The process of a command.
+    ("cli/__init__.py", "_run"),
+    ("cli/arms.py", ""),
+}
+
+
 def _files():
     for path in sorted(SRC.rglob("*.py")):
         if not path.name.startswith("modeling_"):
@@ -64,6 +109,44 @@ def _late_imports(name: str, tree: ast.Module):
                 yield ".".join(filter(None, target[1:]))
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers_packed"):
                 yield node.module.removeprefix("transformers_packed.")
+
+
+def _root(node: ast.AST) -> str | None:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return getattr(node, "id", None)
+
+
+def _changes_of_others(tree: ast.Module):
+    """The functions that change what they import from other libraries, or names of objects that are not their own."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [node for node in imports if not getattr(node, "level", 0)]
+    theirs = {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
+    waiting = [(node, "") for node in tree.body]
+    while waiting:
+        node, function = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            function = f"{function}.{node.name}".lstrip(".")
+        waiting += [(child, function) for child in ast.iter_child_nodes(node)]
+        targets, called = [], None
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+        changed = [x for x in targets if isinstance(x, ast.Attribute | ast.Subscript)]
+        text = ast.unparse(node.args[0]) if called in ("setattr", "delattr") else called or ""
+        if any(_root(x) in theirs or ast.unparse(x).startswith("vars(") for x in changed):
+            own = all(ast.unparse(x).startswith("vars(self)") for x in changed)
+        elif called in ("setattr", "delattr"):
+            own = text == "self"
+        else:
+            registers = text.endswith(".register") and _root(node.func) in theirs
+            own = not registers and not (text.startswith("vars(") and text.endswith((".update", ".pop")))
+            own = own or text.startswith("vars(self)")
+        if not own:
+            yield function
 
 
 class HouseTest(unittest.TestCase):
@@ -84,6 +167,28 @@ class HouseTest(unittest.TestCase):
                 if attribute in HIDDEN or attribute == "__class__":
                     found.add((name, attribute))
         self.assertEqual(found, EXCEPTIONS)
+
+    def test_other_libraries_are_changed_only_where_listed(self):
+        found = {(name, function) for name, tree in _files() for function in _changes_of_others(tree)}
+        self.assertEqual(found, CHANGES)
+
+    def test_a_change_is_found(self):
+        for line in (
+            "knobs.listener = x",
+            "del AUTO['a']",
+            "AUTO['a'] += x",
+            "AUTO.register('a', x)",
+            "setattr(cls, name, x)",
+            "delattr(cls, name)",
+            "vars(module).update(x=1)",
+            "vars(module)['x'] = 1",
+        ):
+            with self.subTest(line):
+                code = f"from transformers import AUTO, knobs\ndef change(cls, module, name, x):\n    {line}"
+                self.assertEqual(list(_changes_of_others(ast.parse(code))), ["change"])
+        for line in ("self.x = 1", "setattr(self, name, x)", "vars(self).update(x=1)", "AUTO.get('a')"):
+            code = f"from transformers import AUTO\ndef change(self, name, x):\n    {line}"
+            self.assertEqual(list(_changes_of_others(ast.parse(code))), [], line)
 
     @unittest.skipUnless(importlib.util.find_spec("importlinter"), "needs import-linter")
     def test_the_contract_fails_on_an_upward_import(self):

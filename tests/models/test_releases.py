@@ -18,13 +18,10 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 import transformers_packed
 from transformers_packed import patch_model
 from transformers_packed.models import releases
-from transformers_packed.models.adapters import prepare_peft
 
 
 SRC = Path(transformers_packed.__file__).parent
 HOME = "models/releases.py"
-# Settings that every modeling file of Transformers reads from its configuration, and that code on the Hub reads too.
-SETTINGS = {"_attn_implementation", "_experts_implementation"}
 # PyTorch's, which the ops and the copies of a model's state cannot do without. Tests run on each release of `setup.py`.
 TORCH = set(
     "_C _autograd _dynamo _inductor _are_functorch_transforms_active _get_current_graph_task_keep_graph "
@@ -42,6 +39,9 @@ OTHERS = {
     ("data/tables.py", "_indices"),
     ("cli/options.py", "_actions"),  # argparse
     ("cli/process.py", "_exit"),  # os
+    # Settings that every modeling file of Transformers reads from its configuration, and the ops too.
+    ("foreign.py", "_attn_implementation"),
+    ("foreign.py", "_experts_implementation"),
     ("ops/backends/flash_qla_kernels.py", "_exit"),
     ("ops/backends/flash_qla.py", "_flash_qla_prepared_varlen"),
     ("ops/compilations.py", "_bench"),  # Triton
@@ -49,7 +49,7 @@ OTHERS = {
 
 
 # Attributes of this package on modules of others, by text.
-OURS = {"_float8_from", "_packs_padding", "_share_prompts", "_derived"}
+OURS = {"_float8_from", "_derived"}
 # Ends of the names of ops.
 SUFFIXES = {"_linear", "_lora"}
 _COMPARE = ("endswith", "startswith")
@@ -116,7 +116,7 @@ class PrivatePartsTest(unittest.TestCase):
             if file == HOME or file.startswith("integrations/"):
                 continue
             for name in filter(_is_private, _used_names(tree)):
-                if name in listed or name not in own | SETTINGS | TORCH:
+                if name in listed or name not in own | TORCH:
                     others.add((file, name))
         self.assertEqual(others, OTHERS)
 
@@ -171,10 +171,6 @@ class PrivatePartsTest(unittest.TestCase):
         self.assertFalse(
             releases.undo_prepare(layer) or releases.has_hooks(layer) or releases.has_swapped_features(layer)
         )
-        public = dict.fromkeys(("save_pretrained", "load_adapter"), lambda self: None)
-        peft = SimpleNamespace(PeftModel=type("PeftModel", (), public))
-        with mock.patch.dict("sys.modules", {"peft.peft_model": peft}):
-            prepare_peft()
 
 
 class NewerReleasesTest(unittest.TestCase):

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import inspect
 import json
 import math
 import tempfile
@@ -34,7 +33,7 @@ from scripts.trainer_arms import updates_and_log
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from transformers_packed import audit_model, patch_model, registered
-from transformers_packed.models import adapters
+from transformers_packed.models import installed
 
 
 PRECISION = [(family, autocast) for family in ("qwen3_5", "qwen3_next") for autocast in (True, False)]
@@ -247,10 +246,8 @@ class SavedWithoutTaskTypeTest(unittest.TestCase):
             model = auto.from_pretrained(f"{folder}/base")
         model = patch_model(model) if how == "patched" else model
         if how == "adapted first":
-            # As by TRL. Another test may have made PEFT name stock classes before.
-            for name in ("_get_base_model_class", "save_pretrained", "load_adapter"):
-                setattr(PeftModel, name, inspect.unwrap(getattr(PeftModel, name)))
-            adapters._prepared.clear()
+            # As by TRL. Models of ours that are alive let PEFT name stock classes before.
+            installed.FOR_ADAPTERS.uninstall()
         adapted = randomized(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "out_proj"])), 0.3)
         patch_model(adapted)
         self.assertTrue(type(adapted.get_base_model()).__module__.startswith("transformers_packed."))

@@ -19,6 +19,7 @@ import torch
 from ..data.collator import DataCollatorWithFlattening
 from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
+from ..foreign import attention_of
 from ..models.mtp_head import MtpRow, add_mtp, first_choices, head_loss, head_of, language_model
 
 
@@ -105,7 +106,7 @@ def mtp_acceptance(
         raise input_error("samples, and steps of at least 1", f"{len(samples)} samples and steps={steps}")
     inner = language_model(model)
     head = head_of(inner) or add_mtp(inner)
-    implementation = inner.config.get_text_config()._attn_implementation
+    implementation = attention_of(inner.config.get_text_config())
     if steps > 1 and implementation not in ("sdpa", "eager"):
         expected, fix = (
             "attention that takes a mask for several steps",

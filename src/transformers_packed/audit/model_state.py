@@ -1,7 +1,7 @@
 """The state of a model during an audit: training mode without randomness. The audit restores the original state."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import transformers
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from ..foreign import experts_of, swapped
 from ..models.experts import isolates
 from ..models.registry import inner_model
 
@@ -39,19 +40,11 @@ def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
 @contextmanager
 def quiet(model: torch.nn.Module) -> Iterator[None]:
     """Turn off dropout and noise: layers of dropout, and the rates that modules and configurations keep as attributes."""
-    rates = [
-        (vars(item), name, value)
-        for item in (*model.modules(), *_configs(model))
-        for name, value in vars(item).items()
-        if _is_rate(item, name, value)
-    ]
-    try:
-        for values, name, _ in rates:
-            values[name] = 0.0
+    with ExitStack() as stack:
+        for item in (*model.modules(), *_configs(model)):
+            rates = [name for name, value in vars(item).items() if _is_rate(item, name, value)]
+            stack.enter_context(swapped(vars(item), **dict.fromkeys(rates, 0.0)))
         yield
-    finally:
-        for values, name, value in rates:
-            values[name] = value
 
 
 def _is_rate(item: Any, name: str, value: Any) -> bool:
@@ -122,7 +115,7 @@ def _configs(model: torch.nn.Module) -> list[Any]:
 
 
 def _batch_experts(model: transformers.PreTrainedModel, notes: list[str]) -> None:
-    before = getattr(model.config, "_experts_implementation", None)
+    before = experts_of(model.config)
     if not any("expert" in name for name, _ in model.named_modules()) or before == "batched_mm":
         return
     experts = [module for module in model.modules() if hasattr(module, "is_concatenated")]
@@ -133,5 +126,5 @@ def _batch_experts(model: transformers.PreTrainedModel, notes: list[str]) -> Non
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         notes.append(f"experts kept their implementation, so their rounding counts as noise: {error}")
         return
-    if any(config._experts_implementation == "batched_mm" for config in _configs(model)):
+    if any(experts_of(config) == "batched_mm" for config in _configs(model)):
         notes.append(f"experts ran as batched_mm (the model's setting: {before})")

@@ -31,6 +31,7 @@ import transformers
 from ..boundaries import SequenceBoundaries
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
+from ..foreign import attention_of
 from ..models.registry import inner_model, transformers_model
 from ..models.releases import has_hooks
 from ..shared_prompts import SharedPrompts
@@ -165,7 +166,7 @@ def _settings(model: transformers.PreTrainedModel) -> dict[str, Any]:
     return {
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(parameter.device) if cuda else parameter.device.type,
-        "attention": str(getattr(model.config.get_text_config(), "_attn_implementation", None)),
+        "attention": str(attention_of(model.config.get_text_config())),
         "torch": f"torch {torch.__version__}",
         "transformers": f"transformers {transformers.__version__}",
     }

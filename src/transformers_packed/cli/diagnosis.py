@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import input_error
+from ..foreign import attention_of
 from ..models.families import OWN, families_of, family_of
 from ..models.family import Mixers, Own, Refused, Unpacked
 from ..models.float8 import share_in_float8
@@ -122,7 +123,7 @@ def diagnose(
     model = None if config is None else empty_model(config, trust_remote_code)
     ours = True
     if model is not None:
-        attention = attention or text_config(model)._attn_implementation
+        attention = attention or attention_of(text_config(model))
         judged = list(_of_model(model, name))
         found.findings += judged
         ours = bool(families_of(model, Own))

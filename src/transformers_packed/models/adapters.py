@@ -1,16 +1,11 @@
 """PEFT's adapters beside packed rows: which of them keep documents apart, and the class that they name when saved."""
 
-import inspect
-import sys
-from collections.abc import Callable
-from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from .mtp_beside import load_beside, save_beside
-from .releases import BASE_CLASS
+from .installed import hold
+from .mtp_beside import load_beside
 from .typed import ModelBase
 
 
@@ -62,68 +57,13 @@ def acts_per_token(layer: torch.nn.Module) -> bool:
     return type(layer).__module__.split(".")[2].upper() in PER_TOKEN
 
 
-def prepare_peft() -> None:
-    """Let saved adapters name the stock class of their model, and keep a trained head of multi-token prediction.
-
-    Without a task type, PEFT saves the class of the model and its module, and `AutoPeftModel` imports them from
-    Transformers only. Has no effect on other models, without PEFT, or a second time.
-    """
-    cls: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
-    if cls is None or cls in _prepared:
-        return
-    if hasattr(cls, BASE_CLASS):
-        setattr(cls, BASE_CLASS, _naming_stock_classes(getattr(cls, BASE_CLASS)))
-    cls.save_pretrained, cls.load_adapter = _saving_head(cls.save_pretrained), _loading_head(cls.load_adapter)
-    _prepared.add(cls)
-
-
-_prepared: set[type] = set()
-
-
-def _naming_stock_classes(original: Callable) -> Callable:
-    package = __package__.partition(".")[0]
-
-    @wraps(original)
-    def base_model_class(self: Any, *args: Any, **kwargs: Any) -> type:
-        classes = original(self, *args, **kwargs).__mro__
-        return next(x for x in classes if x.__module__.partition(".")[0] != package)
-
-    return base_model_class
-
-
-def _saving_head(original: Callable) -> Callable:
-    @wraps(original)
-    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, save_directory, *args, **kwargs)
-        given = inspect.signature(original).bind(self, save_directory, *args, **kwargs).arguments
-        if not given.get("is_main_process", True):
-            return
-        model, selected = self.get_base_model(), given.get("selected_adapters")
-        for adapter in self.peft_config if selected is None else selected:
-            # As PEFT names the folders of adapters.
-            folder = Path(save_directory) / (adapter if adapter != "default" else "")
-            save_beside(model, kwargs.get("state_dict"), folder, adapter)
-
-    return save_pretrained
-
-
-def _loading_head(original: Callable) -> Callable:
-    @wraps(original)
-    def load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, model_id, *args, **kwargs)
-        given = inspect.signature(original).bind(self, model_id, *args, **kwargs)
-        load_beside(self.get_base_model(), model_id, given.arguments["adapter_name"], kwargs)
-        return result
-
-    return load_adapter
-
-
 class AdapterMixin(ModelBase):
-    """Makes PEFT save the stock class of a model when it puts adapters into the model, and keeps a trained head."""
+    """Lets PEFT name the stock class of a model in saved adapters, and keeps a trained head."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "peft_config":
-            prepare_peft()
+            # PEFT may have been imported since the model was made.
+            hold(self)
         super().__setattr__(name, value)
 
     def load_adapter(

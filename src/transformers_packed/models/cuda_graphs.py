@@ -10,7 +10,7 @@ A graph computes the same results as the layers. Embedding, final norm, head and
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from ..foreign import attention_of, swapped
 from ..ops.autograd import autocast_dtype, saved_tensor_hooks
 from .experts import isolates
 from .families import OWN, families_of, titles
@@ -153,13 +154,10 @@ def forget_graphs(model: torch.nn.Module) -> None:
 @contextmanager
 def without_graphs(model: torch.nn.Module) -> Iterator[None]:
     """Run and record no graphs meanwhile. Those of earlier rows stay."""
-    kept = [(text, text.layer_graphs) for text in find_text_models(model)]
-    remove_graphs(model)
-    try:
+    with ExitStack() as stack:
+        for text in find_text_models(model):
+            stack.enter_context(swapped(vars(text), layer_graphs=None))
         yield
-    finally:
-        for text, graphs in kept:
-            text.layer_graphs = graphs
 
 
 @contextmanager
@@ -176,12 +174,9 @@ def layers_as_graphs(text: Any, boundaries: SequenceBoundaries | None, options: 
         _warn(f"{outputs[0]} is set")
         yield
         return
-    layers = text.layers
-    text._modules["layers"] = torch.nn.ModuleList([_AllLayers(graphs, text, boundaries)])
-    try:
+    # The stock loop over the layers then calls one module.
+    with swapped(text._modules, layers=torch.nn.ModuleList([_AllLayers(graphs, text, boundaries)])):
         yield
-    finally:
-        text._modules["layers"] = layers
 
 
 def _warn(reason: str) -> None:
@@ -209,7 +204,7 @@ class _AllLayers(torch.nn.Module):
         reason = self.graphs.reason_against(self.layers, modules, inputs, self.boundaries)
         if not reason:
             self.graphs.follow(self.layers, modules)
-            return self.graphs.run(self.layers, self.text.config._attn_implementation, inputs, self.boundaries)
+            return self.graphs.run(self.layers, attention_of(self.text.config), inputs, self.boundaries)
         _warn(reason)
         for layer in self.layers:
             hidden_states = layer(hidden_states, position_embeddings=position_embeddings, **options)

@@ -9,20 +9,19 @@ from typing import Any
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.activations import SiLUActivation
-from transformers.integrations import finegrained_fp8, moe
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.integrations import moe
 
 from ..errors import input_error
+from ..foreign import experts_of, set_experts
 from ..ops import experts
 from ..ops.dequantization import dequantize_rows
 from ..ops.dispatch import ran
 from ..ops.float8 import float8_rows_of
 from ..ops.moe import verify_triton
 from ..ops.terms import Adapter, DequantizedExperts
-from .experts_quantizer import ExpertsQuantizer
 from .families import EXPERT_CLASSES
+from .installed import EXPERTS
 from .lora import adapter_of_parameter, is_lora, lora_class
-from .packed_model import EXPERTS
 from .quantized_weights import ExpertsIn4bit, adopt, is_replaced
 from .releases import has_usual_gate
 from .untouched import is_untouched
@@ -37,8 +36,8 @@ def switch_implementation(model: torch.nn.Module, ours: bool) -> None:
     before, after = (_DEFAULT, EXPERTS) if ours else (EXPERTS, _DEFAULT)
     configs: list[Any] = [module.config for module in model.modules() if type(module).__name__ in EXPERT_CLASSES]
     for config in configs:
-        if config._experts_implementation == before:
-            config._experts_implementation = after
+        if experts_of(config) == before:
+            set_experts(config, after)
 
 
 def adopt_replaced(model: torch.nn.Module) -> None:
@@ -69,7 +68,7 @@ def isolates(module: Any) -> bool:
     while hasattr(module, "base_layer"):
         module = module.base_layer
     # Any other module may lack these attributes, or have a forward of its own.
-    if type(module).__name__ not in EXPERT_CLASSES or module.config._experts_implementation != EXPERTS:
+    if type(module).__name__ not in EXPERT_CLASSES or experts_of(module.config) != EXPERTS:
         return False
     # The dtype of the input does not matter.
     x = torch.empty(1, module.config.hidden_size, dtype=torch.bfloat16, device=next(module.parameters()).device)
@@ -136,7 +135,7 @@ def _adapters_of(module: Any) -> tuple[Any, list[Adapter | None] | None]:
     # [`_weight_of`] knows the types of weights.
     kinds = tuple(map(type, module._parameters.values()))
     plain = type(module).__name__ in EXPERT_CLASSES and is_untouched(module, type(module), parameters=kinds)
-    if not plain or module.config._experts_implementation != EXPERTS:
+    if not plain or experts_of(module.config) != EXPERTS:
         return module, None
     return module, [found.get(name) for name in ("gate_up_proj", "down_proj")]
 
@@ -212,11 +211,3 @@ def _weights_for_op(
     gate_up, down = found
     reason = verify_triton(hidden_states, index, weights, gate_up, down, gate_up_adapter, down_adapter, None)[1]
     return reason or found
-
-
-# At import, because a model that was pickled is not created again.
-moe.ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
-# Experts of an FP8 checkpoint look up the same name in a table of their own.
-finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(EXPERTS, finegrained_fp8.fp8_grouped_mm_experts_forward)
-# Other models are quantized as before.
-AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = ExpertsQuantizer

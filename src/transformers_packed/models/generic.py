@@ -13,7 +13,7 @@ packed reaches the stock forward unchanged. The classes are pickled by name, suc
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
 from importlib import import_module
@@ -31,6 +31,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..boundaries import FLASH_KEYWORDS, LAYER_KEYWORDS, PACKING_KEYWORDS, SequenceBoundaries
 from ..errors import input_error
+from ..foreign import swapped
 from ..ops.dispatch import ran
 from ..ops.per_document import per_document
 from .families import (
@@ -200,19 +201,15 @@ def _packed_row(model: torch.nn.Module, boundaries: SequenceBoundaries) -> Itera
     Gradient checkpointing reruns layers in backward, after the forward has ended and others may have run. The rerun
     uses the boundaries of its own forward.
     """
-    changed = []
-    for module in model.modules() if model.training else ():
-        for name in CHECKPOINTS:
-            checkpoint = vars(module).get(name)
-            if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint:
-                changed.append((module, name, checkpoint))
-                setattr(module, name, partial(_checkpoint, module, boundaries, checkpoint))
-    try:
-        with _boundaries_set_to(boundaries):
-            yield
-    finally:
-        for module, name, checkpoint in changed:
-            setattr(module, name, checkpoint)
+    with ExitStack() as stack:
+        for module in model.modules() if model.training else ():
+            for name in CHECKPOINTS:
+                checkpoint = vars(module).get(name)
+                if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint:
+                    ours = partial(_checkpoint, module, boundaries, checkpoint)
+                    stack.enter_context(swapped(vars(module), **{name: ours}))
+        stack.enter_context(_boundaries_set_to(boundaries))
+        yield
 
 
 def _checkpoint(module, boundaries: SequenceBoundaries, checkpoint: Callable, function: Callable, *args, **kwargs):

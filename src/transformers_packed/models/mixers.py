@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ..boundaries import SequenceBoundaries
+from ..foreign import attention_of
 from ..ops import attention, causal_conv1d, gated_rms_norm, glu, selective_scan, ssd
 from .families import family_of
 from .projections import project, to_fuse
@@ -23,7 +24,7 @@ from .untouched import is_untouched
 
 def causal_attention(module: Any, boundaries: SequenceBoundaries, hidden_states, position_embeddings=None, **_):
     """Compute attention that is causal in each document, perhaps with norms or rotary embeddings, without its mask."""
-    if module.config._attn_implementation != "sdpa":
+    if attention_of(module.config) != "sdpa":
         return None
     stock = import_module(family_of(module).stock)
     rows = project(hidden_states, module.q_proj, module.k_proj, module.v_proj)

@@ -5,9 +5,11 @@ it was saved with. PEFT may train a copy of the head for each adapter (`modules_
 that adapter.
 """
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,34 @@ def load_beside(model: Any, source: Any, adapter: str, options: Mapping[str, Any
         return
     tensors = {name.removeprefix(PREFIX): x for name, x in load_file(file).items()}
     head_in_use(model.mtp, adapter).load_state_dict(tensors)
+
+
+def saving_head(original: Callable) -> Callable:
+    """Make `PeftModel.save_pretrained` of the original one: it saves the head with each adapter."""
+
+    @wraps(original)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, save_directory, *args, **kwargs)
+        given = inspect.signature(original).bind(self, save_directory, *args, **kwargs).arguments
+        if not given.get("is_main_process", True):
+            return
+        model, selected = self.get_base_model(), given.get("selected_adapters")
+        for adapter in self.peft_config if selected is None else selected:
+            # As PEFT names the folders of adapters.
+            folder = Path(save_directory) / (adapter if adapter != "default" else "")
+            save_beside(model, kwargs.get("state_dict"), folder, adapter)
+
+    return save_pretrained
+
+
+def loading_head(original: Callable) -> Callable:
+    """Make `PeftModel.load_adapter` of the original one: it loads the head with an adapter."""
+
+    @wraps(original)
+    def load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, model_id, *args, **kwargs)
+        given = inspect.signature(original).bind(self, model_id, *args, **kwargs)
+        load_beside(self.get_base_model(), model_id, given.arguments["adapter_name"], kwargs)
+        return result
+
+    return load_adapter

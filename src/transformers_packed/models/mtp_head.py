@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 
 from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries
 from ..errors import input_error
+from ..foreign import swapped
 from ..ops import linear_cross_entropy
 from ..ops.cross_entropy import FROZEN_CHUNK_SIZE, TargetCount, shift_labels
 from ..ops.prompts import repeat_rows
@@ -464,11 +465,8 @@ def head_loss(
         return loss_of(hidden_states)
     if is_sharded_linear(lm_head):
         # FSDP2 and ZeRO-3 gather the weight only around the head's forward, so that forward must compute the loss.
-        lm_head.forward = loss_of
-        try:
+        with swapped(vars(lm_head), forward=loss_of):
             return lm_head(hidden_states)
-        finally:
-            del lm_head.forward
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     kept = (targets.flatten() != _IGNORED).nonzero()[:, 0]
     logits = lm_head(rows.index_select(0, kept)).float()

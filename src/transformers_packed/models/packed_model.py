@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..errors import input_error
 from .families import family_of
 from .family import Own
+from .installed import EXPERTS, held, hold
 from .mtp import PREFIX, keep_head, to_module_names
 from .mtp_beside import save_beside
 from .quantization import QuantizationMixin
@@ -24,8 +25,6 @@ from .versions import can_select_checkpoints
 
 logger = logging.get_logger(__name__)
 
-# The `experts_implementation` of this package.
-EXPERTS = "transformers_packed"
 # The options of `save_pretrained` that `push_to_hub` takes.
 _OF_UPLOADS = {"commit_message", "create_pr", "max_shard_size", "private", "token"}
 
@@ -42,7 +41,7 @@ class Switch:
         self.default = default
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name = f"_{name}"
+        self.name = name
 
     def __get__(self, model: Any, owner: type | None = None) -> Any:
         return self if model is None else vars(model).get(self.name, self.default)
@@ -96,12 +95,20 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
     share_prompts = Switch(False)
 
     def __init__(self, config, *args, **kwargs):
+        # Transformers looks the implementation of experts up.
+        hold(self)
         super().__init__(config, *args, **kwargs)
         convert(self)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Copies and unpickled models come without `__init__`.
+        super().__setstate__(state)
+        hold(self)
+
     @classmethod
     def from_pretrained(cls, *args: Any, revision: str = "main", **kwargs: Any) -> Any:
-        loaded = super().from_pretrained(*args, revision=revision, **kwargs)
+        with held():
+            loaded = super().from_pretrained(*args, revision=revision, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         # Where to find the head of multi-token prediction.
         note_revision(model.config, getattr(revision, "resolved", revision))

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
 from ..boundary_checks import position_rows, restarts_in
+from ..foreign import attention_of
 from ..ops.attention import serves_packed_rows
 from ..ops.autograd import is_transformed
 from ..ops.prompts import repeat_rows
@@ -178,7 +179,7 @@ def _reasons(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     noisy = model.training and inputs.get("inputs_embeds") is None and hasattr(embedding, "neftune_noise_alpha")
     yield noisy, "NEFTune scales its noise by the padded length"
     yield _layers_take_rows(model), "PEFT's layers take or mix the rows of the batch"
-    implementation, tokens = config._attn_implementation, tokens_of(inputs)
+    implementation, tokens = attention_of(config), tokens_of(inputs)
     device = model.device if tokens is None else tokens.device
     yield not serves_packed_rows(implementation, device), f"attn_implementation={implementation!r}"
 

@@ -1,13 +1,14 @@
 """A recording of layers: one forward and one backward as CUDA graphs, and the autograd function that replays them."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..boundaries import SequenceBoundaries
+from ..foreign import swapped
 from ..ops.autograd import first_order
 
 
@@ -157,14 +158,10 @@ def _segments(layers: list[torch.nn.Module]) -> Iterator[tuple[list[torch.nn.Mod
 @contextmanager
 def _without_checkpointing(layers: Iterable[Any]) -> Iterator[None]:
     """Turn gradient checkpointing off, because the graph itself computes the layers again."""
-    switched_on = [layer for layer in layers if layer.gradient_checkpointing]
-    for layer in switched_on:
-        layer.gradient_checkpointing = False
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(swapped(vars(layer), gradient_checkpointing=False))
         yield
-    finally:
-        for layer in switched_on:
-            layer.gradient_checkpointing = True
 
 
 class _Replay(torch.autograd.Function):

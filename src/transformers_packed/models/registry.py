@@ -2,23 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from types import ModuleType
 
 import torch
 import transformers
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.hooks import RemovableHandle
 from transformers.utils import logging
 
 from ..errors import input_error
 from .families import OWN, families_of_class, modeling_module
-from .family import PATCHED, Isolated, Own, Refused
+from .family import Isolated, Refused
+from .installed import REGISTERED, hold, install_registration, is_registered, late, uninstall_registration
 from .packed_model import PackedModelMixin
-from .releases import MODELS, Part, check_names, check_signatures, registered_classes
+from .releases import MODELS, Part, check_names, check_signatures
 from .replacements import FAST_PATHS, REPLACEMENTS, Change, Model, apply_changes, become, find_changes
 from .trl_head import use_our_products
-from .versions import supports_other_families
 
 
 logger = logging.get_logger(__name__)
@@ -54,7 +50,7 @@ def has_our_classes(model: torch.nn.Module) -> bool:
     apart = tuple(set(REPLACEMENTS.values()) - FAST_PATHS)
     if not any(isinstance(module, apart) for module in model.modules()):
         return False
-    _generic().announce_families_of(model)
+    late("generic").announce_families_of(model)
     replaced = tuple(builtin for builtin, ours in REPLACEMENTS.items() if ours not in FAST_PATHS)
     apart = tuple(map(REPLACEMENTS.__getitem__, replaced))
     return not any(isinstance(module, replaced) and not isinstance(module, apart) for module in model.modules())
@@ -86,42 +82,27 @@ def register() -> None:
     ```
     """
     check_transformers()
-    entries = list(_entries())
-    for classes, config, ours in entries:
+    for classes, config, ours in REGISTERED.rows():
         current = classes.get(config, ours)
         if current is not ours:
-            got = f"{current.__module__}.{current.__name__}"
-            raise input_error(
-                f"no other class registered for {config.__name__}", got, "Remove it before calling register()."
-            )
-    for classes, config, ours in entries:
-        # `register` of Auto classes ignores the configurations of Transformers itself before 5.20.
-        classes[config] = ours
-    if not _hooks:
-        _hooks.append(register_module_module_registration_hook(_complete))
+            got, fix = f"{current.__module__}.{current.__name__}", "Remove it before calling register()."
+            raise input_error(f"no other class registered for {config.__name__}", got, fix)
+    install_registration()
 
 
 def unregister() -> None:
     """Undo [`register`], so that the Auto classes build the stock models. Has no effect without a registration."""
-    for classes, config, ours in _entries():
-        if classes.get(config) is ours:
-            del classes[config]
-    while _hooks:
-        _hooks.pop().remove()
+    uninstall_registration()
 
 
-# The hook of PyTorch that calls `_complete` after `register`.
-_hooks: list[RemovableHandle] = []
-
-
-def _complete(model: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
+def complete(model: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
     """Convert a stock model when a model of ours becomes a part of it.
 
     Many stock classes, such as those of vision-language models and classifiers, create their text model by an Auto class.
     If one is created directly, its text model would be ours and the rest stock.
     """
     if isinstance(part, PackedModelMixin) and not isinstance(model, PackedModelMixin):
-        ours = _generic().class_around(type(model))
+        ours = late("generic").class_around(type(model))
         if ours is not None:
             become(model, ours)
 
@@ -129,29 +110,13 @@ def _complete(model: torch.nn.Module, name: str, part: torch.nn.Module | None) -
 @contextmanager
 def registered() -> Iterator[None]:
     """Context manager that calls [`register`] on entry and undoes it on exit. An earlier registration is kept."""
-    before = all(classes.get(config) is ours for classes, config, ours in _entries())
+    before = is_registered()
     register()
     try:
         yield
     finally:
         if not before:
             unregister()
-
-
-def _entries() -> Iterator[tuple]:
-    """Yield (registered classes of an Auto class, configuration class, our model class) for every registration."""
-    for auto, config, ours in _generic().auto_entries(*(PATCHED if supports_other_families() else (Own,))):
-        yield registered_classes(auto), config, ours
-
-
-def _generic() -> ModuleType:
-    """Import the module of all other families late, because it imports the ops."""
-    return import_module(f"{__package__}.generic")
-
-
-def _experts() -> ModuleType:
-    """Import the implementation of experts late, because it imports the ops."""
-    return import_module(f"{__package__}.experts")
 
 
 def check_transformers() -> None:
@@ -209,7 +174,10 @@ def patch_model(model: Model) -> Model:
     changes = _changes_of_patch(model)
     before = has_our_classes(model)
     apply_changes(changes)
-    _experts().adopt_replaced(model)
+    for change in changes:
+        # A part of a model needs what other libraries find by name, too.
+        hold(change.module)
+    late("experts").adopt_replaced(model)
     for module in model.modules():
         if isinstance(module, tuple(REPLACEMENTS.values())):
             use_our_products(module)
@@ -219,7 +187,7 @@ def patch_model(model: Model) -> Model:
             logger.warning_once(f"patch_model: {cache_warning(outermost)}")
     elif not before:
         # In a model of our classes, Transformers' default is a choice of the user.
-        _experts().switch_implementation(model, ours=True)
+        late("experts").switch_implementation(model, ours=True)
     return model
 
 
@@ -236,13 +204,13 @@ def _changes_of_patch(model: torch.nn.Module) -> list[Change]:
     """Return what [`patch_model`] changes, or raise its error."""
     check_transformers()
     if isinstance(model, torch.nn.Module):
-        _generic().announce_families_of(model)
+        late("generic").announce_families_of(model)
     ours = tuple(REPLACEMENTS.values())
     names = {cls.__name__ for cls in ours if cls not in FAST_PATHS}
     # Generated copies of a stock class, as some libraries create them, are detected by name.
     related = lambda cls: not issubclass(cls, ours) and any(base.__name__ in names for base in cls.__mro__)  # noqa: E731
     changes = find_changes(model, REPLACEMENTS, related)
-    _experts().replaced_experts(model)
+    late("experts").replaced_experts(model)
     if not _has_ours_after(model, changes):
         _check_isolated(model)
     return changes
@@ -310,5 +278,5 @@ def unpatch_model(model: Model) -> Model:
     """
     classes = {ours: builtin for builtin, ours in REPLACEMENTS.items()}
     apply_changes(find_changes(model, classes, related=lambda cls: issubclass(cls, tuple(classes))))
-    _experts().switch_implementation(model, ours=False)
+    late("experts").switch_implementation(model, ours=False)
     return model

@@ -247,6 +247,13 @@ def record_outputs(module: torch.nn.Module) -> None:
         registry[key] = module._can_record_outputs
 
 
+def forget_recorders(package: str) -> None:
+    """Remove the classes of a package from the registry of recordable outputs, where its keys are classes."""
+    registry: Any = output_capturing._CAN_RECORD_REGISTRY
+    for key in [key for key in registry if isinstance(key, str) and f"'{package}." in key]:
+        del registry[key]
+
+
 # The attribute of model classes that support flex_attention.
 FLEX = "_supports_flex_attn"
 # The attributes of Transformers and PyTorch with the function that runs a layer under checkpointing.

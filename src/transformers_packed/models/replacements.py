@@ -11,10 +11,11 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import transformers
 
 from ..errors import input_error
-from .adapters import prepare_peft
 from .inputs import with_boundaries
+from .installed import hold, release
 from .releases import forward_inside_hooks, forward_inside_trl, has_hooks, is_trl_forward, record_outputs, with_hooks
 from .trl_head import beside_trl
 from .untouched import is_fsdp
@@ -56,9 +57,18 @@ def fast_path(cls: type) -> type:
 
 
 def become(module: torch.nn.Module, cls: type) -> None:
-    """Set the module's class to the other class of its pair in `REPLACEMENTS`, and update Transformers' registry."""
-    prepare_peft()
+    """Set the module's class to the other class of its pair in `REPLACEMENTS`.
+
+    What only our class knows leaves with it, such as graphs and switches.
+    """
+    old = type(module)
     module.__class__ = cls
+    if isinstance(module, transformers.PreTrainedModel) and issubclass(cls, old):
+        hold(module)
+    if not issubclass(cls, old):
+        for name in [name for name in vars(module) if hasattr(old, name) and not hasattr(cls, name)]:
+            del vars(module)[name]
+        release(module)
     record_outputs(module)
 
 
@@ -131,17 +141,20 @@ def _attributes(name: str, module: torch.nn.Module, cls: type[torch.nn.Module]) 
     wrapper = own["forward"]
     theirs = getattr(wrapper, "trl_forward", wrapper)
     if not has_hooks(module) and is_trl_forward(theirs):
-        if theirs is wrapper and not _is_forward_of(module, forward_inside_trl(theirs)):
+        if theirs is wrapper and not _is_forward_of(module, old, forward_inside_trl(theirs)):
             raise _set_before(name, old, "forward")
-        return {"forward": beside_trl(theirs, module, cls.forward, our_products=cls in REPLACEMENTS.values())}
-    if not _is_forward_of(module, forward_inside_hooks(module)):
+        ours = cls in REPLACEMENTS.values()
+        if not ours and _is_forward_of(module, cls, forward_inside_trl(theirs)):
+            return {"forward": theirs}
+        return {"forward": beside_trl(theirs, module, cls.forward, our_products=ours)}
+    if not _is_forward_of(module, old, forward_inside_hooks(module)):
         raise _set_before(name, old, "forward")
     return with_hooks(module, MethodType(cls.forward, module))
 
 
-def _is_forward_of(module: torch.nn.Module, forward: Any) -> bool:
-    """Whether `forward` is that of the module's class, bound to the module."""
-    return isinstance(forward, MethodType) and (forward.__self__, forward.__func__) == (module, type(module).forward)
+def _is_forward_of(module: torch.nn.Module, cls: type[torch.nn.Module], forward: Any) -> bool:
+    """Whether `forward` is that of a class, bound to the module."""
+    return isinstance(forward, MethodType) and (forward.__self__, forward.__func__) == (module, cls.forward)
 
 
 def _set_before(name: str, cls: type, key: str) -> ValueError:

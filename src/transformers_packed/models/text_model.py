@@ -6,6 +6,7 @@ from transformers.utils import can_return_tuple
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from ..foreign import attention_of
 from .cuda_graphs import layers_as_graphs
 from .inputs import check_config
 from .packed_model import PackedModelMixin
@@ -31,7 +32,7 @@ class PackedTextModelMixin(PackedModelMixin):
         if boundaries is not None:
             check_config(self.config, inputs)
             wants_weights = inputs.get("output_attentions", self.config.output_attentions)
-            implementation = self.config._attn_implementation
+            implementation = attention_of(self.config)
             if wants_weights and implementation != "eager":
                 expected = 'attn_implementation="eager" for the attention weights of a packed row'
                 raise input_error(expected, f'"{implementation}"', "Change it, or remove output_attentions.")

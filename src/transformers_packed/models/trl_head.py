@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..foreign import swapped
 from .releases import TRL_SCORES, is_trl_forward, takes_known_arguments
 
 
@@ -55,15 +56,10 @@ def _our_products(names: dict[str, Any]) -> Iterator[None]:
     `names` are those of the module of the forward.
     """
     with _LOCK:
-        theirs = names.get(TRL_SCORES)
-        if not isinstance(theirs, type) or not takes_known_arguments(theirs):
+        theirs: Any = names.get(TRL_SCORES)
+        known = isinstance(theirs, type) and takes_known_arguments(theirs)
+        with swapped(names, **{TRL_SCORES: _Scores(theirs)}) if known else nullcontext():
             yield
-            return
-        names[TRL_SCORES] = _Scores(theirs)
-        try:
-            yield
-        finally:
-            names[TRL_SCORES] = theirs
 
 
 class _Scores:

@@ -14,6 +14,7 @@ from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import input_error
+from ..foreign import attention_of
 from .adapters import adapter_per_row
 from .families import families_of_class
 from .family import Unpacked
@@ -118,7 +119,7 @@ def _judge_by_audit(
     path = next((path for path, module in model.named_modules() if type(module).__name__ == found["module"]), None)
     if path is None:
         return None, f"its type leaks in {found['module']}, but this model has no such module"
-    implementation = text_config(model)._attn_implementation
+    implementation = attention_of(text_config(model))
     if found["kind"] == "attention" and not {implementation, entry["attention"]} <= _MASKED:
         return None, f"its type leaks in {path} with {entry['attention']}, but was not audited with {implementation}"
     how = _HOW.get(found["kind"], "lets documents change one another")

@@ -26,6 +26,7 @@ from transformers.utils.import_utils import is_flash_attn_4_available
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from ..foreign import attention_of
 from .autograd import compute_dtype
 from .dense_attention import dense_attention
 from .dense_attention import verify as verify_dense_attention
@@ -101,7 +102,7 @@ def attention(
 def implementation_of(module: torch.nn.Module) -> str:
     """Return the name of the attention implementation that a layer's configuration selects."""
     config: Any = module.config
-    return config._attn_implementation
+    return attention_of(config)
 
 
 def implementations(module: torch.nn.Module) -> dict[str, Implementation]:

@@ -24,6 +24,7 @@ from ..data.samples import ANSWERS, PREFIX, TOKEN_TYPES, TURNS, VISION_COLUMNS, 
 from ..data.tables import columns_of
 from ..data.trees import nodes_of
 from ..errors import input_error
+from ..foreign import attention_of
 from ..models.adapters import adapter_per_row
 from ..models.families import LANGUAGE_MODELS, families_of, family_of, titles
 from ..models.family import INDEXER_UNDER_ZERO_3, PATCHED, Mixers, Own, Unpacked
@@ -95,7 +96,7 @@ def _reasons(trainer: Trainer, options: Options) -> Iterator[ValueError]:
         yield from _of_columns(trainer, model)
         yield from filter(None, [check_cache(model)])
     yield from filter(None, [way_of_isolation(trainer)[1]])
-    got = text_config(model)._attn_implementation
+    got = attention_of(text_config(model))
     expected, fix = "an attention implementation that supports shared prompts", f"Load the model with {_SDPA}."
     yield from refused((options.share_prompts and got == "flex_attention", expected, got, fix))
     yield from _of_patch(trainer, padded)
@@ -237,7 +238,7 @@ def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
     config = text_config(model)
     if families_of(model, Unpacked):
         return "running the model on each document alone", None
-    attention = config._attn_implementation
+    attention = attention_of(config)
     planned = availability(trainer.args.device, _compute_dtype(trainer), **sizes_for_ops(config))
     flash = is_flash_attention_requested(requested_attention_implementation=attention)
     unknown = None, [(attention, "is not known to keep packed rows apart")]

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.samples import has_items
+from ..foreign import swapped
 from ..models.packed_model import PackedModelMixin
 from ..models.registry import inner_model
 from ..models.releases import dataloaders_of, undo_prepare
@@ -86,13 +87,10 @@ def beside_ddp(wrapped: torch.nn.Module) -> Iterator[None]:
     others = {x: torch.nn.Parameter(x.detach()) for x in wrapped.parameters() if x.requires_grad}
     # A parameter may have several places.
     places = [(y, name, x) for y in wrapped.modules() for name, x in y._parameters.items() if x in others]
-    for module, name, parameter in places:
-        setattr(module, name, others[parameter])
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for module, name, parameter in places:
-            setattr(module, name, parameter)
+            stack.enter_context(swapped(module._parameters, **{name: others[parameter]}))
+        yield
 
 
 @contextmanager
@@ -109,18 +107,10 @@ def not_packing(model: torch.nn.Module) -> Iterator[None]:
         inner.packs_padding = before
 
 
-@contextmanager
-def without_cache(model: torch.nn.Module) -> Iterator[None]:
+def without_cache(model: torch.nn.Module) -> AbstractContextManager:
     """Make no cache meanwhile. A padded batch would need kernels for it that training does not need."""
     config = inner_model(model).config.get_text_config()
-    if not getattr(config, "use_cache", False):
-        yield
-        return
-    config.use_cache = False
-    try:
-        yield
-    finally:
-        config.use_cache = True
+    return swapped(vars(config), use_cache=False) if getattr(config, "use_cache", False) else nullcontext()
 
 
 def exact_for(model: torch.nn.Module, args: Any = None) -> Exact | None:
@@ -175,19 +165,12 @@ def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
         vars(model).update(prepared)
 
 
-@contextmanager
-def trunk_too(model: torch.nn.Module) -> Iterator[None]:
+def trunk_too(model: torch.nn.Module) -> AbstractContextManager:
     """Compute the trunk with gradients and its loss meanwhile, if only a head of multi-token prediction trains."""
     inner: Any = inner_model(model)
     if not getattr(inner, "mtp_only", False):
-        yield
-        return
-    before = inner.mtp_loss_weight
-    inner.mtp_only, inner.mtp_loss_weight = False, before or 1.0
-    try:
-        yield
-    finally:
-        inner.mtp_only, inner.mtp_loss_weight = True, before
+        return nullcontext()
+    return swapped(vars(inner), mtp_only=False, mtp_loss_weight=inner.mtp_loss_weight or 1.0)
 
 
 @contextmanager

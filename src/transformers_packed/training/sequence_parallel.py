@@ -21,6 +21,7 @@ from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import find_tree
 from ..data.samples import has_items
 from ..errors import input_error
+from ..foreign import swapped
 from ..models.families import sizes_of
 from ..models.registry import inner_model, transformers_model
 from ..models.releases import COUNT_ITEMS, MAKE_LOADER, PREPARE
@@ -129,16 +130,9 @@ class SharedRows:
         parallel, targets = trainer.sequence_parallel, inputs.get("shift_labels")
         if parallel is None:
             return step(model, inputs, prediction_loss_only, ignore_keys)
-        count = vars(trainer).get(COUNT_ITEMS)
         # The mean over the targets of this part, not a share of the sum over all processes.
-        setattr(trainer, COUNT_ITEMS, _count_nothing)
-        try:
+        with swapped(vars(trainer), **{COUNT_ITEMS: _count_nothing}):
             loss, _, _ = step(model, inputs, True, ignore_keys)
-        finally:
-            if count is None:
-                delattr(trainer, COUNT_ITEMS)
-            else:
-                setattr(trainer, COUNT_ITEMS, count)
         if loss is None or targets is None:
             return loss, None, None
         number = (targets != -100).sum().to(loss)

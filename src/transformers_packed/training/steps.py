@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.utils import get_total_norm
 from ..audit.isolation import UnseenError, indices_of, watch
 from ..data.documents import PaddedSamples
 from ..data.excerpts import places_of
+from ..foreign import swapped
 from ..models.releases import prepare_inputs, token_logps, training_metrics
 from ..parallel.collectives import all_gather
 from .compare import GRADIENT, LOSS, Measured
@@ -65,20 +66,13 @@ def _collate_padded(loader: Any, documents: list, columns: Sequence[str]) -> dic
 def whole_rows(trainer: Trainer, loader: Any) -> Iterator[None]:
     """Let each process compute whole rows and the loss of training in one process meanwhile."""
     cut, parallel = trainer.data_collator, getattr(trainer, "sequence_parallel", None)
-    args, average = trainer.args, trainer.args.average_tokens_across_devices
-    # A process that stops in a step would let the others wait for its number of targets.
-    args.average_tokens_across_devices = False
-    try:
-        if parallel is None or not isinstance(cut, PartCollator):
-            yield
-            return
-        trainer.data_collator, trainer.sequence_parallel = cut.rows, None
-        with replaced_collator(loader, cut, cut.rows):
-            yield
-    finally:
-        args.average_tokens_across_devices = average
-        if parallel is not None:
-            trainer.data_collator, trainer.sequence_parallel = cut, parallel
+    with ExitStack() as stack:
+        # A process that stops in a step would let the others wait for its number of targets.
+        stack.enter_context(swapped(vars(trainer.args), average_tokens_across_devices=False))
+        if parallel is not None and isinstance(cut, PartCollator):
+            stack.enter_context(swapped(vars(trainer), data_collator=cut.rows, sequence_parallel=None))
+            stack.enter_context(replaced_collator(loader, cut, cut.rows))
+        yield
 
 
 def scores_of(trainer: Trainer, model, batch: dict[str, Any]) -> Measured:

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
+from ..foreign import swapped
 from ..models.releases import shifts_labels
 from . import typed
 from .callbacks.warm_up import WarmUpCallback
@@ -128,11 +129,8 @@ class PackedTrainer(typed.Trainer):
         if self._full is not None and len(self._evaluated) == self._full[0] and inputs.get("labels") is not None:
             inputs["labels"][self._full[1] :] = -100
         targets, mask = self._count_targets(inputs), inputs.get("attention_mask")
-        self._predicts = True
-        try:
+        with swapped(vars(self), _predicts=True):
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        finally:
-            self._predicts = False
         if loss is not None and targets is not None:
             targets = targets.to(loss)
             # The loss of a batch without targets is NaN.

@@ -1,13 +1,16 @@
 """flash-linear-attention: gated delta rule and convolution in Triton, which take `cu_seqlens`."""
 
-from contextvars import ContextVar
-from functools import lru_cache, wraps
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from importlib import import_module
 from inspect import signature, unwrap
+from threading import RLock
 
 import torch
 
 from ...boundaries import SequenceBoundaries
+from ...foreign import swapped
 from . import chunk_indices, importable, verify_convolution
 
 
@@ -59,35 +62,30 @@ def kimi_delta_rule(
         # The way of CUDA graphs does not wait for the GPU, and leaves out TileLang's backward. That one multiplies values of
         # the next document by zero, so NaN there would reach the end of this one.
         options |= {"cu_seqlens": boundaries.cu_seqlens, "use_graph": True}
-        _find_chunks_once()
-    row = _row.set(boundaries)
-    try:
+    with nullcontext() if boundaries is None else _finding_chunks_once(boundaries):
         # The unwrapped function is the Triton kernel. A decay with a bound allows faster products.
         return unwrap(chunk_kda)(*call, safe_gate=lower_bound is not None, **options)
-    finally:
-        _row.reset(row)
 
 
-# The row that `chunk_kda` computes.
-_row: ContextVar[SequenceBoundaries | None] = ContextVar("row", default=None)
+# `chunk_kda` looks its function up in its module, so only one thread at a time may replace the function.
+_LOCK = RLock()
 
 
-@lru_cache
-def _find_chunks_once() -> None:
-    """Let `chunk_kda` find the chunks of a row once. The way of CUDA graphs takes 18 kernels for it in each layer."""
-    module = import_module("fla.ops.kda.chunk")
-    find = getattr(module, "prepare_chunk_indices_static", None)
-    if find is None:
-        return
+@contextmanager
+def _finding_chunks_once(row: SequenceBoundaries) -> Iterator[None]:
+    """Let all layers share the chunks of a row. The way of CUDA graphs takes 18 kernels to find them in each layer."""
+    names = vars(import_module("fla.ops.kda.chunk"))
+    with _LOCK:
+        find = names.get("prepare_chunk_indices_static")
 
-    @wraps(find)
-    def find_once(cu_seqlens, chunk_size, nt_max):
-        call, row = {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, "nt_max": nt_max}, _row.get()
-        if row is None or cu_seqlens is not row.cu_seqlens:
-            return find(**call)
-        return row.derived(f"fla {chunk_size=} {nt_max=}", lambda: find(**call))
+        def find_once(cu_seqlens, chunk_size, nt_max):
+            call = {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, "nt_max": nt_max}
+            if cu_seqlens is not row.cu_seqlens:
+                return find(**call)
+            return row.derived(f"fla {chunk_size=} {nt_max=}", lambda: find(**call))
 
-    vars(module)["prepare_chunk_indices_static"] = find_once
+        with nullcontext() if find is None else swapped(names, prepare_chunk_indices_static=find_once):
+            yield
 
 
 def verify_kimi_delta_rule(query, key, value, g, beta, *, lower_bound=None, boundaries=None, **options):
