@@ -211,7 +211,7 @@ class InstalledTest(unittest.TestCase):
         trainer = Trainer(model, args, train_dataset=Samples(6))
         before, state = libraries(), state_of(model)
         with contextlib.redirect_stdout(io.StringIO()):
-            configure_packing(trainer, "padding_free", mtp_loss_weight=0.5, share_prompts=False)
+            configure_packing(trainer, "padding_free", mtp_loss_weight=0.5, share_prompts=True)
             self.assertIsNotNone(model.mtp)
             configure_packing(trainer, "off")
         self.check_libraries(before)

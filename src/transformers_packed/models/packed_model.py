@@ -51,6 +51,9 @@ class Switch:
             if isinstance(module, PackedModelMixin):
                 vars(module)[self.name] = value
 
+    def __delete__(self, model: Any) -> None:
+        del vars(model)[self.name]
+
 
 class SavedNamesMixin(ModelBase):
     """Models that load weights by the names of a checkpoint, too."""

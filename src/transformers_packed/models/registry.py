@@ -251,7 +251,9 @@ def unpatch_model(model: Model) -> Model:
     """Undo [`patch_model`] in place: convert every module of our classes to its stock class.
 
     Models that were created with our classes, through `register` or directly, also become stock models. A model
-    without our classes stays unchanged.
+    without our classes stays unchanged. With the last model of our classes, nothing in other libraries differs from
+    before. Weights of experts that were put into 4 bit stay so, and so does what was asked for by name ([`add_mtp`],
+    [`use_float8`]), to be used by another [`patch_model`].
 
     Args:
         model (`torch.nn.Module`):
