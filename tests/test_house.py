@@ -56,6 +56,7 @@ CHANGES = {
     # What the user asks for: switches and marks of layers, heads, checkpoints, weights in 4 bit, their dequantization.
     ("models/registry.py", "set_switches"),
     ("models/packed_model.py", "Switch.__set__"),
+    ("models/packed_model.py", "Switch.__delete__"),
     ("models/float8.py", "use_float8"),
     ("models/mtp_head.py", "MtpHead.__init__"),
     ("models/mtp_head.py", "add_mtp"),
