@@ -7,6 +7,7 @@ from parameterized import parameterized
 from torch.distributed.utils import _apply_to_tensors
 
 from transformers_packed import SequenceBoundaries
+from transformers_packed.boundaries import DeviceBoundaries
 from transformers_packed.models.inputs import resolve_boundaries
 from transformers_packed.parallel import RowShard
 from transformers_packed.shared_prompts import SharedPrompts
@@ -221,13 +222,12 @@ class SequenceBoundariesTest(unittest.TestCase):
         kept = SequenceBoundaries.from_cu_seqlens(on_device.cu_seqlens, cu_seqlens_cpu=on_device.cu_seqlens_cpu)
         self.assertTrue(kept.same_as(on_device))
 
-    def test_layer_kwargs(self):
+    def test_kernel_kwargs(self):
         boundaries = SequenceBoundaries.from_lengths([2, 3])
-        kwargs = boundaries.layer_kwargs()
+        kwargs = boundaries.kernel_kwargs()
         self.assertEqual(
             set(kwargs),
             {
-                "boundaries",
                 "cu_seqlens",
                 "seq_idx",
                 "cu_seq_lens_q",
@@ -236,7 +236,6 @@ class SequenceBoundariesTest(unittest.TestCase):
                 "max_length_k",
             },
         )
-        self.assertIs(kwargs["boundaries"], boundaries)
         self.assertIs(kwargs["seq_idx"], boundaries.seq_idx)
         for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"):
             self.assertIs(kwargs[name], boundaries.cu_seqlens)
@@ -259,7 +258,7 @@ class HostCopyTest(unittest.TestCase):
                     getattr(SequenceBoundaries(ids(*cu_seqlens).int(), length=5), name)
 
     def test_where_only_the_device_knows_it(self):
-        boundaries = SequenceBoundaries(ids(0, 3, 5, 5).int(), length=5, device_only="Do that.")
+        boundaries = DeviceBoundaries(ids(0, 3, 5, 5).int(), length=5, advice="Do that.")
         self.assertEqual((boundaries.num_documents, boundaries.total_length, boundaries.max_length), (3, 5, 5))
         self.assertEqual(boundaries.seq_idx.tolist(), [[0, 0, 0, 1, 1]])
         for name in ("lengths", "cu_seqlens_cpu"):

@@ -69,13 +69,13 @@ class PathsTest(unittest.TestCase):
     def test_a_row_in_this_order_is_not_moved(self):
         lengths = SequenceBoundaries.from_lengths([3, 2, 1, 4, 2, 2])
         for parent_of, moves in (([-1, -1, 0, 0, 1, 1], False), ([-1, 0, 0, -1, 3, 3], True)):
-            levels = SharedPrompts.of(lengths, parent_of).levels(reads=8)
+            levels = SharedPrompts.of(lengths, parent_of).layout.levels(8)
             self.assertEqual((levels.sources is not None, levels.places is not None), (moves, moves))
 
     def test_tokens_that_read_states(self):
         """Only a state inside a path is read, once for all documents that start from it."""
         row = SharedPrompts.of(SequenceBoundaries.from_lengths([1] * 24), conversation(12))
-        first, second = row.levels(reads=8).levels
+        first, second = row.layout.levels(8).levels
         self.assertEqual(first.boundaries.lengths[0] - 8 * 11, 12 + 1)
         self.assertEqual((len(first.places[1]), first.continued, second.places), (8 * 11, True, None))
         self.assertEqual(len(second.states.rows), 11)
@@ -84,21 +84,21 @@ class PathsTest(unittest.TestCase):
 class RunsTest(unittest.TestCase):
     def test_documents_that_follow_their_parents(self):
         row = SharedPrompts.of(SequenceBoundaries.from_lengths([3, 2, 1, 4, 2]), [-1, 0, 0, 2, -1])
-        self.assertEqual(row.runs.lengths, [5, 5, 2])
-        self.assertEqual(row.continued, [1])
-        boundaries, copies = row.keys
+        self.assertEqual(row.layout.runs.lengths, [5, 5, 2])
+        self.assertEqual(row.layout.continued, [1])
+        boundaries, copies = row.layout.keys
         self.assertEqual(boundaries.lengths, [5, 8, 2])
         self.assertEqual(copies.rows.tolist(), [0, 1, 2, 3, 4, 0, 1, 2, *range(5, 10), 10, 11])
-        self.assertEqual(row.alone.lengths, [5])
-        runs, boundaries, copies = row.rest
+        self.assertEqual(row.layout.alone.lengths, [5])
+        runs, boundaries, copies = row.layout.rest
         self.assertEqual((runs.lengths, boundaries.lengths), ([5, 2], [8, 2]))
         self.assertEqual(copies.rows.tolist(), [0, 1, 2, *range(5, 10), 10, 11])
         self.assertEqual(row.position_ids.tolist(), [[0, 1, 2, 3, 4, 3, 4, 5, 6, 7, 0, 1]])
 
     def test_tails_across_short_ancestors(self):
         row = SharedPrompts.of(SequenceBoundaries.from_lengths([2, 9, 1, 9, 1, 1]), [-1, -1, 0, -1, 2, 4])
-        self.assertEqual(row.tails(3).rows.tolist(), [0, 0, 1, 0, 1, 11])
-        self.assertEqual(row.tails(1).rows.tolist(), [1, 11])
+        self.assertEqual(row.layout.tails(3).rows.tolist(), [0, 0, 1, 0, 1, 11])
+        self.assertEqual(row.layout.tails(1).rows.tolist(), [1, 11])
 
 
 if __name__ == "__main__":

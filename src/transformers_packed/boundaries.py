@@ -33,6 +33,8 @@ from .errors import input_error, unsupported
 
 
 T = TypeVar("T")
+# The kind of a row that has all tokens of its documents, and on which they are separate.
+WHOLE = "a whole row"
 # Images and videos: their value in `mm_token_type_ids`, and their columns of pixels and grids.
 VISION_KINDS = {
     "image": (1, "pixel_values", "image_grid_thw"),
@@ -88,10 +90,6 @@ class SequenceBoundaries:
             Number of tail padding tokens. They form the last document of the row.
         length (`int`, *optional*):
             `T`. Required without `host`, because `torch.compile` cannot read it from `cu_seqlens`.
-        device_only (`str`, *optional*):
-            Set it for boundaries without a host copy, as in a CUDA graph that is replayed for different documents. The
-            string is the advice in the error of an op that needs the host copy. `cu_seqlens` may be overwritten in
-            place, documents may be empty, and the last one must be. Counts on the host become upper bounds.
         shared (`Derived`, *optional*):
             Results that copies share. A copy with other values needs one of its own.
 
@@ -112,13 +110,13 @@ class SequenceBoundaries:
     host: torch.Tensor | None = None
     padding_tokens: int = 0
     length: int | None = None
-    device_only: str = ""
     shared: Derived | None = field(default=None, repr=False, kw_only=True)
 
-    # Whether these boundaries describe one part of a row that several processes share (`parallel.RowShard`).
-    is_shard: ClassVar[bool] = False
-    # Whether several documents continue the same one (`shared_prompts.SharedPrompts`).
-    share_prompts: ClassVar[bool] = False
+    # What rows of this class are, and what to do where only whole rows of separate documents are supported.
+    kind: ClassVar[str] = WHOLE
+    instead: ClassVar[str] = ""
+    # The functions that compute ops on other kinds of rows, by the name of the op (`ops.dispatch.for_rows`).
+    forms: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __post_init__(self):
         # torch.compile cannot make one, and boundaries in its graphs need none.
@@ -276,8 +274,6 @@ class SequenceBoundaries:
     @property
     def cu_seqlens_cpu(self) -> torch.Tensor:
         """int32 `[N+1]`: the values of `cu_seqlens` on the host."""
-        if self.device_only:
-            raise unsupported("a row without lengths on the host", "an op that reads them", self.device_only)
         if self.host is not None:
             return self.host
         length = self.length
@@ -298,15 +294,12 @@ class SequenceBoundaries:
     @derived_property
     def total_length(self) -> int:
         """`T`, the number of tokens in the row."""
-        if not self.device_only:
-            return int(self.cu_seqlens_cpu[-1])
-        assert self.length is not None
-        return self.length
+        return int(self.cu_seqlens_cpu[-1])
 
     @derived_property
     def max_length(self) -> int:
         """Length of the longest document, in tokens."""
-        return self.total_length if self.device_only else max(self.lengths)
+        return max(self.lengths)
 
     @derived_property
     def seq_idx(self) -> torch.Tensor:
@@ -321,19 +314,32 @@ class SequenceBoundaries:
         return tokens[None] - self.cu_seqlens[:-1].long()[self.seq_idx.long()]
 
     @property
+    def ends(self) -> torch.Tensor:
+        """int64 `[N]`: the index of the last token of each document that ends in this row. No host sync."""
+        return self.cu_seqlens[1:].long() - 1
+
+    @property
     def final_tokens(self) -> torch.Tensor:
         """int64 `[N]`: the index of each document's last token, which no token follows. No host sync."""
-        return self.cu_seqlens[1:].long() - 1
+        return self.ends
+
+    @property
+    def first_tokens(self) -> torch.Tensor:
+        """int64 `[N]`: the index of each document's first token, which follows no token. No host sync."""
+        return self.cu_seqlens[:-1].long()
+
+    def next_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return for each token of `tokens` `[1, T, ...]` the next one in the row. That of the last one may be any."""
+        return tokens.roll(-1, dims=1)
+
+    def has_masked_targets(self, labels: Any, shift_labels: Any) -> bool:
+        """Whether no target of these labels is in another document, because whoever made the row masked those."""
+        return False
 
     def chunk_counts(self, size: int) -> tuple[torch.Tensor, int]:
         """The chunks of `size` tokens in each document, int32 `[N]`, and their total number. No host sync."""
         counts = (self.cu_seqlens.diff() + (size - 1)) // size
-        if not self.device_only:
-            return counts, sum(-(-length // size) for length in self.lengths)
-        total = self.total_length // size + self.num_documents
-        # The unused chunks are assigned to the empty document at the end, where kernels have nothing to compute.
-        counts[-1:] += total - counts.sum()
-        return counts, total
+        return counts, sum(-(-length // size) for length in self.lengths)
 
     def real_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return `tokens` `[T, ...]` without the tail padding, for example to balance the load of experts."""
@@ -352,8 +358,16 @@ class SequenceBoundaries:
         """Raise a `ValueError` if the row of these boundaries does not have `total_length` tokens."""
         check_total(self.total_length, total_length, "Change the batch's `boundaries` with its tokens.")
 
-    def check_whole(self, fix: str) -> None:
-        """Raise a `ValueError` with `fix` if these boundaries describe only a part of a row."""
+    def check_row(self, row: torch.Tensor, name: str, sizes: str) -> None:
+        """Raise a `ValueError` unless `row` `[1, T, *sizes]` is one that these boundaries describe."""
+        if row.shape[:2] != (1, self.total_length):
+            expected = f"{name} [1, {self.total_length}, {sizes}], the row that the boundaries describe"
+            raise input_error(expected, tuple(row.shape), "Make the boundaries from this row's lengths.")
+
+    def check_kind(self, what: str, *others: type["SequenceBoundaries"]) -> None:
+        """Raise a `ValueError` if `what` does not support this kind of row: a whole one, or one of `others`."""
+        if self.kind not in (WHOLE, *(other.kind for other in others)):
+            raise unsupported(what, self.kind, self.instead)
 
     def _check_longest(self, given: Mapping[str, Any]) -> None:
         """Raise a `ValueError` if a keyword says that the longest document is shorter than it is."""
@@ -391,18 +405,14 @@ class SequenceBoundaries:
             values[name] = make()
         return values[name]
 
-    def layer_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments that pass these boundaries to the layers of a model.
+    def kernel_kwargs(self) -> dict[str, Any]:
+        """Return these boundaries under the names that Transformers and kernels have for them.
 
-        They are Transformers' names (`seq_idx`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`),
-        `cu_seqlens` for the linear-attention block, and `boundaries`, this object with its host copy.
+        They are `seq_idx`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, and `cu_seqlens`. Layers of
+        this package take `boundaries`.
         """
-        kwargs = {"boundaries": self, "cu_seqlens": self.cu_seqlens}
-        # A compiled graph takes nothing else: the ops derive the other formats outside of the graph.
-        if not torch.compiler.is_compiling():
-            kwargs |= {"seq_idx": self.seq_idx, "cu_seq_lens_q": self.cu_seqlens, "cu_seq_lens_k": self.cu_seqlens}
-            kwargs |= {"max_length_q": self.max_length, "max_length_k": self.max_length}
-        return kwargs
+        kwargs = dict.fromkeys(("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"), self.cu_seqlens)
+        return kwargs | dict.fromkeys(("max_length_q", "max_length_k"), self.max_length) | {"seq_idx": self.seq_idx}
 
     def pack(self, padded: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Concatenate the real tokens of a padded batch. The inverse of [`~SequenceBoundaries.unpack`].
@@ -484,6 +494,39 @@ class SequenceBoundaries:
             expected = f"an attention_mask whose rows hold {short(self.lengths)} real tokens"
             raise input_error(expected, short(counts), "Pass the mask that these boundaries were built from.")
         return mask.flatten().nonzero()[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceBoundaries(SequenceBoundaries):
+    """Boundaries without a host copy, as in a CUDA graph that is replayed for different documents.
+
+    `cu_seqlens` may be overwritten in place, documents may be empty, and the last one must be. Counts on the host are
+    upper bounds.
+
+    Args:
+        advice (`str`):
+            The advice in the error of an op that needs the host copy.
+    """
+
+    advice: str = ""
+
+    @property
+    def cu_seqlens_cpu(self) -> torch.Tensor:
+        raise unsupported("a row without lengths on the host", "an op that reads them", self.advice)
+
+    @property
+    def total_length(self) -> int:
+        assert self.length is not None
+        return self.length
+
+    max_length = total_length
+
+    def chunk_counts(self, size: int) -> tuple[torch.Tensor, int]:
+        counts = (self.cu_seqlens.diff() + (size - 1)) // size
+        total = self.total_length // size + self.num_documents
+        # The unused chunks are assigned to the empty document at the end, where kernels have nothing to compute.
+        counts[-1:] += total - counts.sum()
+        return counts, total
 
 
 def may_read(value: Any) -> bool:

@@ -8,16 +8,20 @@ Further documents may continue an answer, as the turns of a conversation do. `op
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, wraps
 from numbers import Integral
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from .boundaries import SequenceBoundaries, derived_property
 from .errors import input_error
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +52,9 @@ class SharedPrompts(SequenceBoundaries):
     """
 
     parent_of: tuple[int, ...] = ()
-    share_prompts: ClassVar[bool] = True
+    kind: ClassVar[str] = "a row with shared prompts"
+    instead: ClassVar[str] = "Train without shared prompts (parent_of)."
+    forms: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     @classmethod
     def of(cls, boundaries: SequenceBoundaries, parent_of: Sequence[int] | torch.Tensor) -> "SharedPrompts":
@@ -122,26 +128,69 @@ class SharedPrompts(SequenceBoundaries):
         return Successors(boundaries, Copies.of(torch.cat(before).numpy(), device), tokens)
 
     @derived_property
-    def runs(self) -> SequenceBoundaries:
-        """The boundaries of the runs. A run consists of documents that directly follow their parents."""
-        starts = [start for start, _ in self._runs]
-        lengths = np.diff([*starts, self.total_length])
-        return SequenceBoundaries.from_lengths(torch.from_numpy(lengths), device=self.cu_seqlens.device)
+    def first_tokens(self) -> torch.Tensor:
+        """int64: the index of the first token of each document that starts on its own."""
+        starts = self.cu_seqlens[:-1].long()
+        return starts[[parent < 0 for parent in self.parent_of]]
 
     @derived_property
-    def _runs(self) -> list[tuple[int, int]]:
-        """The first token of each run, and the token that it continues, or -1."""
-        starts = self.cu_seqlens_cpu.tolist()
-        return [
+    def layout(self) -> "Layout":
+        """What the ops read of this row."""
+        return Layout(self.lengths, self.parent_of, self.cu_seqlens.device)
+
+
+def _once(make: Callable[["Layout", int], T]) -> Callable[["Layout", int], T]:
+    """Compute a method of a layout once for each number."""
+
+    @wraps(make)
+    def find(layout: "Layout", number: int) -> T:
+        key = make.__name__, number
+        if key not in layout._found:
+            layout._found[key] = make(layout, number)
+        return layout._found[key]
+
+    return find
+
+
+class Layout:
+    """The runs of a row with shared prompts, from which its ops make other rows. Each is made once.
+
+    A run consists of documents that directly follow their parents.
+
+    Args:
+        lengths (`list[int]`):
+            The lengths of the documents.
+        parent_of (`Sequence[int]`):
+            Their parents.
+        device (`torch.device`):
+            Where the ops run.
+    """
+
+    # The runs that continue another one.
+    continued: list[int]
+
+    def __init__(self, lengths: list[int], parent_of: Sequence[int], device: torch.device):
+        self._lengths, self._parent_of, self._device = lengths, parent_of, device
+        self._found: dict[tuple[str, int], Any] = {}
+        starts = np.cumsum([0, *lengths]).tolist()
+        # The first token of each run, and the token that it continues, or -1.
+        self._runs = [
             (starts[document], starts[parent + 1] - 1)
-            for document, parent in enumerate(self.parent_of)
+            for document, parent in enumerate(parent_of)
             if parent != document - 1 or parent < 0
         ]
+        self._run_lengths = np.diff([*(start for start, _ in self._runs), starts[-1]]).tolist()
+        self.continued = [run for run, (_, after) in enumerate(self._runs) if after >= 0]
+        # The first run that continues another one.
+        self._first = self.continued[0] if self.continued else len(self._runs)
 
-    @derived_property
-    def continued(self) -> list[int]:
-        """The runs that continue another one."""
-        return [run for run, (_, after) in enumerate(self._runs) if after >= 0]
+    @cached_property
+    def runs(self) -> SequenceBoundaries:
+        """The boundaries of the runs."""
+        return self._boundaries(self._run_lengths)
+
+    def _boundaries(self, lengths: list[int]) -> SequenceBoundaries:
+        return SequenceBoundaries.from_lengths(lengths, device=self._device)
 
     def _before(self, run: int, limit: int) -> np.ndarray:
         """The tokens that a run continues, from the first one of its tree, or the last `limit` of them."""
@@ -154,82 +203,67 @@ class SharedPrompts(SequenceBoundaries):
             token = after
         return np.concatenate(pieces[::-1])
 
-    @derived_property
+    @cached_property
     def keys(self) -> tuple[SequenceBoundaries, "Copies"]:
         """The row in which all that it continues precedes each run: its boundaries, and the tokens it consists of."""
         return self._keys(0)
 
     def _keys(self, first: int) -> tuple[SequenceBoundaries, "Copies"]:
         runs = range(first, len(self._runs))
-        boundaries, index, _ = self._row_of(runs, self.total_length, self.total_length)
-        return boundaries, Copies.of(index, self.cu_seqlens.device)
+        total = sum(self._lengths)
+        lengths, index, _ = self._row_of(runs, total, total)
+        return self._boundaries(lengths), Copies.of(index, self._device)
 
-    @derived_property
+    @cached_property
     def alone(self) -> SequenceBoundaries:
         """The boundaries of the runs before the first one that continues another."""
-        return SequenceBoundaries.from_lengths(self.runs.lengths[: self._first], device=self.cu_seqlens.device)
+        return self._boundaries(self._run_lengths[: self._first])
 
-    @derived_property
+    @cached_property
     def rest(self) -> tuple[SequenceBoundaries, SequenceBoundaries, "Copies"]:
         """The boundaries of the other runs, and the row in which all that it continues precedes each of these."""
-        runs = SequenceBoundaries.from_lengths(self.runs.lengths[self._first :], device=self.cu_seqlens.device)
-        return runs, *self._keys(self._first)
+        return self._boundaries(self._run_lengths[self._first :]), *self._keys(self._first)
 
-    @property
-    def _first(self) -> int:
-        """The first run that continues another one."""
-        return self.continued[0] if self.continued else self.runs.num_documents
-
+    @_once
     def tails(self, width: int) -> "Copies":
         """The `width` tokens before each run that continues another. The first token is repeated in front of fewer."""
-        return self.derived(f"tails of {width}", lambda: self._tails(width))
-
-    def _tails(self, width: int) -> "Copies":
         tails = [self._before(run, width) for run in self.continued]
         index = [np.pad(tail, (width - len(tail), 0), mode="edge") for tail in tails]
-        return Copies.of(np.concatenate([*index, np.arange(0)]), self.cu_seqlens.device)
+        return Copies.of(np.concatenate([*index, np.arange(0)]), self._device)
 
+    @_once
     def windows(self, width: int) -> tuple[SequenceBoundaries, "Copies", torch.Tensor, torch.Tensor]:
         """Describe the row of the first `width` tokens of each run that continues another, after the `width` before.
 
         Returns its boundaries, the tokens it consists of, and the indices of the runs' tokens in it and in this row.
         """
-        return self.derived(f"windows of {width}", lambda: self._windows(width))
+        lengths, index, own = self._row_of(self.continued, width, width)
+        in_window, in_row = (torch.from_numpy(x).to(self._device, non_blocking=True) for x in (own, index[own]))
+        return self._boundaries(lengths), Copies.of(index, self._device), in_window, in_row
 
-    def _windows(self, width: int) -> tuple[SequenceBoundaries, "Copies", torch.Tensor, torch.Tensor]:
-        boundaries, index, own = self._row_of(self.continued, width, width)
-        device = self.cu_seqlens.device
-        in_window, in_row = (torch.from_numpy(x).to(device, non_blocking=True) for x in (own, index[own]))
-        return boundaries, Copies.of(index, device), in_window, in_row
-
-    def _row_of(
-        self, runs: Sequence[int], earlier: int, own: int
-    ) -> tuple[SequenceBoundaries, np.ndarray, np.ndarray]:
-        """Return the boundaries of a row, its tokens, and which of these are not from another run.
+    def _row_of(self, runs: Sequence[int], earlier: int, own: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """Return the lengths of a row's documents, its tokens, and which of these are not from another run.
 
         It consists of the first `own` tokens of each of the runs, after the last `earlier` ones that it continues.
         """
         index, is_own, lengths = [], [], []
         for run in runs:
-            before, (start, _), length = self._before(run, earlier), self._runs[run], self.runs.lengths[run]
+            before, (start, _), length = self._before(run, earlier), self._runs[run], self._run_lengths[run]
             index += [before, np.arange(start, start + min(own, length))]
             is_own += [np.zeros(len(before), dtype=bool), np.ones(len(index[-1]), dtype=bool)]
             lengths.append(len(before) + len(index[-1]))
-        boundaries = SequenceBoundaries.from_lengths(lengths, device=self.cu_seqlens.device)
-        return boundaries, np.concatenate(index), np.flatnonzero(np.concatenate(is_own))
+        return lengths, np.concatenate(index), np.flatnonzero(np.concatenate(is_own))
 
+    @_once
     def levels(self, reads: int) -> "Levels":
         """The calls of an op with a state, in which `reads` tokens read a state that is needed inside a path."""
-        return self.derived(f"levels with {reads}", lambda: self._levels(reads))
-
-    def _levels(self, reads: int) -> "Levels":
-        device, lengths, levels = self.cu_seqlens.device, self.lengths, paths_of(self.parent_of)
-        tokens = np.split(np.arange(self.total_length), np.cumsum(lengths[:-1]))
+        device, lengths, levels = self._device, self._lengths, paths_of(self._parent_of)
+        tokens = np.split(np.arange(sum(lengths)), np.cumsum(lengths[:-1]))
         in_levels: list[np.ndarray] = []
         found: list[Level] = []
         states: Copies | None = None
         for paths, next_paths in zip(levels, [*levels[1:], []], strict=True):
-            parents = [self.parent_of[path[0]] for path in next_paths]
+            parents = [self._parent_of[path[0]] for path in next_paths]
             needed = set(parents)
             slots = {path[-1]: slot for slot, path in enumerate(paths)}
             own: list[np.ndarray] = []
@@ -255,13 +289,6 @@ class SharedPrompts(SequenceBoundaries):
         if bool((np.diff(order) == 1).all()):
             return Levels(found, None, None)
         return Levels(found, Copies.of(order, device), Copies.of(np.argsort(order), device))
-
-    def layer_kwargs(self) -> dict[str, Any]:
-        # A layer cannot use the lengths of documents without their ancestors.
-        return {"boundaries": self}
-
-    def check_whole(self, fix: str) -> None:
-        raise input_error("documents that do not share prompts", "a row with shared prompts", fix)
 
 
 class Copies(NamedTuple):

@@ -45,7 +45,7 @@ def drafted_one_by_one(model, ids, at, steps):
         boundaries = SequenceBoundaries.from_lengths([embeddings.shape[1]])
         rotary = model.model.rotary_emb(hidden, boundaries.position_ids)
         states = model.mtp.layers[0](
-            model.mtp.join(embeddings, hidden), position_embeddings=rotary, **boundaries.layer_kwargs()
+            model.mtp.join(embeddings, hidden), position_embeddings=rotary, boundaries=boundaries
         )
         output = model.mtp.norm(states)[:, -1:]
         found.append(int(model.lm_head(output).argmax()))

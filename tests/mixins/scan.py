@@ -6,6 +6,7 @@ import torch
 from common.fused import errors, guarded_buffers
 
 from transformers_packed import SequenceBoundaries
+from transformers_packed.boundaries import DeviceBoundaries
 
 
 LENGTHS = (5, 1, 16, 33)
@@ -65,7 +66,7 @@ class ScanTesterMixin:
         """As in a CUDA graph: documents may be empty, and the last one is."""
         inputs = self.make_inputs(40, *self.sizes)
         cu_seqlens = torch.tensor([0, 17, 17, 40, 40], dtype=torch.int32)
-        in_graph = SequenceBoundaries(cu_seqlens, length=40, device_only="Pass lengths.")
+        in_graph = DeviceBoundaries(cu_seqlens, length=40, advice="Pass lengths.")
         outside = SequenceBoundaries.from_lengths([17, 23])
         results = [self.run_kernel(inputs, boundaries=boundaries) for boundaries in (in_graph, outside)]
         self.assertLess(max(errors(*results)), 1e-6)

@@ -188,7 +188,7 @@ class PaddedBatchTest(unittest.TestCase):
         self.assertEqual(boundaries.parent_of, (-1, -1, 0, 0, 2, 2))
         self.assertEqual(ids, [[*prompt, 90, *turn, 81, 80, 82, 83]])
         self.assertEqual(position_ids, [[*range(70), 0, *range(70, 140), 70, 140, 140, 141]])
-        self.assertIsNone(boundaries.levels(reads=8).sources)
+        self.assertIsNone(boundaries.layout.levels(8).sources)
 
     def test_a_batch_without_padding(self):
         ids = torch.cat([torch.arange(99).expand(3, -1), torch.tensor([[5], [6], [7]])], dim=1)

@@ -9,6 +9,7 @@ import torch
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
+from transformers_packed.boundaries import DeviceBoundaries
 from transformers_packed.ops import backends
 from transformers_packed.ops.backends import causal_conv1d, fla, flash_qla
 
@@ -130,7 +131,7 @@ class KernelVerifiersTest(unittest.TestCase):
         flash_qla._knows_metadata.cache_clear()
         self.addCleanup(flash_qla._knows_metadata.cache_clear)
         cu_seqlens = torch.tensor([0, 4, 9, 9], dtype=torch.int32)
-        in_graph = SequenceBoundaries(cu_seqlens, length=9, device_only="Pass lengths.")
+        in_graph = DeviceBoundaries(cu_seqlens, length=9, advice="Pass lengths.")
         modules = {name: ModuleType(name) for name in ("flash_qla", "flash_qla.utils")} | {index.__name__: index}
         with mock.patch.dict(sys.modules, modules):
             self.assertEqual(flash_qla.verify_gated_delta_rule(*rule_call(), boundaries=in_graph)[0], known)

@@ -106,7 +106,7 @@ class CausalConv1dTest(unittest.TestCase):
 
     def test_packing_keywords_are_ignored(self):
         inputs = self.make(4, True)
-        packing = SequenceBoundaries.from_lengths([7, 13]).layer_kwargs()
+        packing = SequenceBoundaries.from_lengths([7, 13]).kernel_kwargs()
         plain = torch_causal_conv1d(*inputs, "silu")
         for name, value in packing.items():
             self.assertTrue(torch.equal(torch_causal_conv1d(*inputs, "silu", **{name: value}), plain), name)

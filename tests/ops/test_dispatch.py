@@ -6,7 +6,7 @@ from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import attention, causal_conv1d, dispatch, gated_delta_rule, implementations_used
-from transformers_packed.ops.dispatch import Implementation, always, choose, run
+from transformers_packed.ops.dispatch import Implementation, choose, run
 
 
 LOGGER = "transformers_packed.ops.dispatch"
@@ -24,15 +24,15 @@ class DispatchTest(unittest.TestCase):
         self.table = {
             "first": Implementation(lambda: "first", needs("needs a GPU")),
             "second": Implementation(lambda: "second", needs("needs bfloat16")),
-            "third": Implementation(lambda: "third", always),
-            "fourth": Implementation(lambda: "fourth", always),
+            "third": Implementation(lambda: "third"),
+            "fourth": Implementation(lambda: "fourth"),
         }
 
     def test_auto_takes_the_first_that_can_serve(self):
         self.assertEqual(choose("op", "auto", self.table)(), "third")
 
     def test_which_ops_keep_documents_apart(self):
-        table = {"only": Implementation(lambda **kwargs: None, always)}
+        table = {"only": Implementation(lambda **kwargs: None)}
         run("mixes", "auto", table, boundaries=None)
         run("each token by itself", "auto", table)
         self.assertEqual(list(implementations_used()), ["mixes", "each token by itself"])
@@ -55,7 +55,7 @@ class DispatchTest(unittest.TestCase):
         def verify(x):
             return torch.is_autocast_enabled("cpu") and x.dtype == torch.float32, "needs autocast"
 
-        table = {"kernel": Implementation(torch.cos, verify), "reference": Implementation(torch.sin, always)}
+        table = {"kernel": Implementation(torch.cos, verify), "reference": Implementation(torch.sin)}
         x = torch.ones(3)
         for _ in range(2):
             self.assertIs(choose("op", "auto", table, x), torch.sin)
@@ -64,20 +64,20 @@ class DispatchTest(unittest.TestCase):
                 self.assertIs(choose("op", "auto", table, x.double()), torch.sin)
                 transformed = torch.func.vmap(lambda y: run("op", "auto", table, y))
                 self.assertTrue(torch.equal(transformed(x), x.sin()))
-            with mock.patch.dict(table, kernel=Implementation(torch.tan, always)):
+            with mock.patch.dict(table, kernel=Implementation(torch.tan)):
                 self.assertIs(choose("op", "auto", table, x), torch.tan)
 
     def test_the_compiler_gets_the_reference(self):
         def fused(x):
             raise AssertionError("kernels are opaque to the compiler")
 
-        table = {"fused": Implementation(fused, always), "reference": Implementation(torch.sin, always)}
+        table = {"fused": Implementation(fused), "reference": Implementation(torch.sin)}
         compiled = torch.compile(lambda x: run("op", "auto", table, x), backend="eager", fullgraph=True)
         self.assertTrue(compiled(torch.ones(3)).equal(torch.ones(3).sin()))
 
     def test_the_compiler_does_not_get_slow_references(self):
         for op in ("gated_delta_rule", "linear_cross_entropy"):
-            table = {"fast": Implementation(torch.cos, always), "reference": Implementation(torch.sin, always)}
+            table = {"fast": Implementation(torch.cos), "reference": Implementation(torch.sin)}
             compiled = torch.compile(lambda x, op=op, table=table: run(op, "auto", table, x), backend="eager")
             self.assertTrue(compiled(torch.ones(3)).equal(torch.ones(3).cos()), op)
 
@@ -110,7 +110,7 @@ class DispatchTest(unittest.TestCase):
         )
 
     def test_warns_of_the_reference_on_a_gpu(self):
-        table = {"kernel": self.table["first"], "reference": Implementation(print, always)}
+        table = {"kernel": self.table["first"], "reference": Implementation(print)}
         on_gpu, on_cpu = mock.Mock(is_cuda=True), mock.Mock(is_cuda=False)
         with self.assertNoLogs(LOGGER, "WARNING"):
             choose("on_cpu", "auto", table, on_cpu)

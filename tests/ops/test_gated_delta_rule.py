@@ -152,7 +152,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
     @parameterized.expand(TORCH_FUNCTIONS)
     def test_packing_keywords_are_ignored(self, _, function):
         inputs = [x.detach() for x in make_inputs(20)]
-        packing = SequenceBoundaries.from_lengths([7, 13]).layer_kwargs()
+        packing = SequenceBoundaries.from_lengths([7, 13]).kernel_kwargs()
         plain, state = function(*inputs, output_final_state=True)
         for kwargs in (*({name: value} for name, value in packing.items()), packing):
             output, other_state = function(*inputs, output_final_state=True, **kwargs)

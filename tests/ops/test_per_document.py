@@ -94,15 +94,20 @@ class PerDocumentTest(PackedOpTesterMixin, unittest.TestCase):
     )
     def test_refuses_what_is_not_the_row(self, _, shape, got):
         boundaries = SequenceBoundaries.from_lengths([3, 5])
-        with self.assertRaisesRegex(ValueError, rf"^expected .*\[1, 8, \.\.\.\].*, got {got}\. Pass"):
+        with self.assertRaisesRegex(ValueError, rf"^expected .*\[1, 8, \.\.\.\].*, got {got}\. Make"):
             per_document(lambda x, y: x, torch.zeros(1, 8), torch.zeros(shape), boundaries=boundaries)
+
+
+def layout_for(lengths, device="cpu"):
+    boundaries = SequenceBoundaries.from_lengths(lengths, device=device)
+    return _layout(boundaries.lengths, boundaries.cu_seqlens.device, once=False)
 
 
 class BucketLayoutTest(unittest.TestCase):
     @parameterized.expand([*LENGTHS, ("steps", [1000, 790, 800, 64, 65, 2, 799, 63])])
     def test_every_token_once(self, _, lengths):
         boundaries = SequenceBoundaries.from_lengths(lengths)
-        layout = _layout(boundaries)
+        layout = layout_for(lengths)
         tokens = torch.arange(sum(lengths))
         if layout.order is None:
             self.assertIsNone(layout.inverse)
@@ -146,22 +151,22 @@ class BucketLayoutTest(unittest.TestCase):
             for length, cut in zip(ordered[1:], cuts, strict=True):
                 groups.append([length]) if cut else groups[-1].append(length)
             cheapest = min(cheapest, cost(groups))
-        buckets = _layout(SequenceBoundaries.from_lengths(lengths)).buckets
+        buckets = layout_for(lengths).buckets
         self.assertEqual(cost([[bucket.length] * bucket.num_documents for bucket in buckets]), cheapest)
 
     def test_many_documents(self):
         """Grouping 100,000 documents works on their few distinct lengths."""
         lengths = torch.randint(1, 300, (100_000,), generator=torch.Generator().manual_seed(0))
-        buckets = _layout(SequenceBoundaries.from_lengths(lengths)).buckets
+        buckets = layout_for(lengths).buckets
         self.assertEqual([bucket.length for bucket in buckets], [299, 256, 192, 128, 64])
 
     def test_equal_documents_are_a_view(self):
-        layout = _layout(SequenceBoundaries.from_lengths([100] * 10))
+        layout = layout_for([100] * 10)
         self.assertEqual(len(layout.buckets), 1)
         self.assertIsNone(layout.buckets[0].slots)
         self.assertIsNone(layout.order)
 
     def test_never_reads_the_device(self):
         # A meta tensor has no contents, so any read of values fails, including a host sync.
-        layout = _layout(SequenceBoundaries.from_lengths([2, 70, 3], device="meta"))
+        layout = layout_for([2, 70, 3], "meta")
         self.assertEqual(sum(bucket.tokens for bucket in layout.buckets), 75)

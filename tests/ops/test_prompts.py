@@ -91,13 +91,11 @@ class Case:
         layer, eager = attention_layer(name)
 
         def call(boundaries, q, k, v):
-            function = prompts.attention
             if boundaries is None:
-                function = prompts.attention_of_row
                 boundaries = SequenceBoundaries.from_lengths([q.shape[1]])
             heads_first = (x.transpose(1, 2) for x in (q, k, v))
             options = {"eager": eager, "scaling": 0.3, "boundaries": boundaries}
-            return (function(layer, *heads_first, None, **options)[0],)
+            return (ops.attention(layer, *heads_first, None, **options)[0],)
 
         return [(4, 8), (2, 8), (2, 8)], [], call
 
@@ -228,14 +226,15 @@ class RefusalsTest(unittest.TestCase):
         with self.assertRaisesRegex(
             ValueError, "a row with shared prompts does not support (attention weights|flex_attention)"
         ):
-            prompts.attention(layer, *heads, None, boundaries=row, eager=eager, scaling=1.0, **options)
+            prompts.attention(layer, *heads, boundaries=row, eager=eager, scaling=1.0, **options)
 
     def test_the_ops_take_such_rows(self):
         row = make_row("one_group")
         inputs = tensors(row, (2, 8), (2, 8), (4, 6), (4,), (4,))
         outputs = [call(*inputs, boundaries=row)[0] for call in (ops.gated_delta_rule, prompts.gated_delta_rule)]
         self.assertTrue(torch.equal(*outputs))
-        with self.assertRaisesRegex(ValueError, "documents that do not share prompts"):
+        pattern = "function of each document does not support a row with shared prompts. Train without shared prompts"
+        with self.assertRaisesRegex(ValueError, pattern):
             ops.per_document(lambda x: x, inputs[0], boundaries=row)
 
 

@@ -114,7 +114,7 @@ class ReferenceTest(unittest.TestCase):
 
     def test_refuses_rows_that_share_prompts(self):
         boundaries = SharedPrompts.of(SequenceBoundaries.from_lengths([4, 5]), [-1, 0])
-        with self.assertRaisesRegex(ValueError, "expected documents that do not share prompts"):
+        with self.assertRaisesRegex(ValueError, "the op selective_scan does not support a row with shared prompts"):
             call(*make_inputs(9, 8, 2, 4), boundaries=boundaries)
 
     @parameterized.expand(

@@ -110,7 +110,7 @@ class ReferenceTest(unittest.TestCase):
 
     def test_refuses_rows_that_share_prompts(self):
         boundaries = SharedPrompts.of(SequenceBoundaries.from_lengths([4, 5]), [-1, 0])
-        with self.assertRaisesRegex(ValueError, "expected documents that do not share prompts"):
+        with self.assertRaisesRegex(ValueError, "the op ssd does not support a row with shared prompts"):
             call(*make_inputs(9, 4, 8, 2, 8), boundaries=boundaries)
 
     @parameterized.expand(

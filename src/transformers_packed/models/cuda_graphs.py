@@ -10,7 +10,7 @@ A graph computes the same results as the layers. Embedding, final norm, head and
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
-from ..boundaries import SequenceBoundaries
+from ..boundaries import WHOLE, SequenceBoundaries
 from ..errors import input_error
 from ..foreign import attention_of, swapped
 from ..ops.autograd import autocast_dtype, saved_tensor_hooks
@@ -160,23 +160,21 @@ def without_graphs(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def layers_as_graphs(text: Any, boundaries: SequenceBoundaries | None, options: dict[str, Any]) -> Iterator[None]:
+def layers_as_graphs(
+    text: Any, boundaries: SequenceBoundaries | None, options: dict[str, Any]
+) -> AbstractContextManager:
     """Replace the layers of `text` with one module that runs them as graphs, if graphs are enabled and can help."""
     # Not all text models have graphs.
     graphs: LayerGraphs | None = getattr(text, "layer_graphs", None)
     trains = text.training and torch.is_grad_enabled()
     if graphs is None or not graphs.max_length or boundaries is None or not trains:
-        yield
-        return
+        return nullcontext()
     outputs = [name for name in _OUTPUTS if options.get(name, getattr(text.config, name, False))]
     if outputs:
         _warn(f"{outputs[0]} is set")
-        yield
-        return
+        return nullcontext()
     # The stock loop over the layers then calls one module.
-    with swapped(text._modules, layers=torch.nn.ModuleList([_AllLayers(graphs, text, boundaries)])):
-        yield
+    return swapped(text._modules, layers=torch.nn.ModuleList([_AllLayers(graphs, text, boundaries)]))
 
 
 def _warn(reason: str) -> None:
@@ -248,8 +246,7 @@ class LayerGraphs:
         self, hidden_states: torch.Tensor, boundaries: SequenceBoundaries
     ) -> Iterator[tuple[bool, str]]:
         yield not is_on_gpu(hidden_states), f"the row is on {hidden_states.device}, not on the current GPU"
-        yield boundaries.is_shard, "the row is a shard"
-        yield boundaries.share_prompts, "the row shares prompts"
+        yield boundaries.kind != WHOLE, f"the row is {boundaries.kind}"
         longer = hidden_states.shape[1] > self.max_length
         yield longer, f"the row has more than max_length={self.max_length} tokens"
         last = self._last()

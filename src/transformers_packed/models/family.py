@@ -35,7 +35,7 @@ class Mixer:
         masked (`bool`, *optional*, defaults to `False`):
             Whether the module is attention and needs a causal mask for the documents it runs on.
         keywords (`tuple[str]`, *optional*):
-            The keyword arguments (from `SequenceBoundaries.layer_kwargs`) that pass the boundaries to its kernels.
+            The keyword arguments (from `SequenceBoundaries.kernel_kwargs`) that pass the boundaries to its kernels.
         kernels (`tuple[str]`, *optional*):
             The functions of the modeling module that must be kernels, not torch references, to run on the whole row.
         row (`str`, *optional*):

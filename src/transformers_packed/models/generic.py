@@ -295,8 +295,7 @@ def _run_root(model: PreTrainedModel, root: Root, inputs: dict[str, Any]) -> Any
         boundaries = resolve_boundaries(inputs, mixes=root.mixes, reads_patterns=root.reads_patterns(model, inputs))
     if boundaries is None:
         return root.run_builtin(model, inputs)
-    if boundaries.share_prompts:
-        boundaries.check_whole(f"Use a family with classes of this package ({titles()}).")
+    boundaries.check_kind(f"a family without classes of this package (which {titles()} have)")
     inputs = root.of_builtin(inputs)
     _check_root(model, root, boundaries, inputs, tokens)
     _complete(inputs, model, root, boundaries)
@@ -323,9 +322,10 @@ def _complete(inputs: dict[str, Any], model: PreTrainedModel, root: Root, bounda
         # Also if only the inner text model names the argument, because it would create a cache by default.
         inputs["use_cache"] = False
         if is_flash_attention_requested(model.config) and not root.unpacked:
-            inputs.update((name, value) for name, value in boundaries.layer_kwargs().items() if name in FLASH_KEYWORDS)
+            kwargs = boundaries.kernel_kwargs()
+            inputs |= {name: kwargs[name] for name in FLASH_KEYWORDS}
     if _has_text_model_of_ours(model):
-        inputs["boundaries"] = boundaries
+        inputs |= {"boundaries": boundaries, "settled": True}
 
 
 def _has_text_model_of_ours(model: PreTrainedModel) -> bool:
@@ -342,7 +342,6 @@ def _check_root(model, root: Root, boundaries: SequenceBoundaries, inputs: dict[
         got = f"a packed row of {boundaries.num_documents} documents"
         raise input_error("one document per row for this model", got, "Use a padded batch.")
     check_config(model.config, inputs)
-    boundaries.check_whole("Train this model without sequence parallelism, which its layers do not support.")
     # Without positions of its own, an image is a run of embeddings in its document.
     is_embedded = _has_text_model_of_ours(model) and not any(hasattr(x, "get_rope_index") for x in model.modules())
     for name, value in inputs.items():
@@ -437,7 +436,7 @@ def mixer_class(builtin: type[torch.nn.Module], mixer: Mixer) -> type:
         with _boundaries_set_to(None):
             if not with_kernels:
                 return _on_each_document(module, builtin.forward, mixer, arguments, boundaries)
-            described = boundaries.layer_kwargs()
+            described = boundaries.kernel_kwargs()
             return builtin.forward(module, **arguments | {keyword: described[keyword] for keyword in mixer.keywords})
 
     namespace = {"forward": forward_like(builtin.forward, run), "__doc__": builtin.__doc__}

@@ -48,6 +48,8 @@ class PackingKwargs(TransformersKwargs, total=False):
             What the text model fills for the head of multi-token prediction.
         packs_padding (`bool`, *optional*):
             Whether this call computes only the real tokens of a padded batch. Defaults to the model's attribute.
+        settled (`bool`, *optional*):
+            Whether an enclosing model has settled what this call is. It is packed if there are `boundaries`.
     """
 
     cu_seqlens: torch.IntTensor | None
@@ -57,10 +59,12 @@ class PackingKwargs(TransformersKwargs, total=False):
     prompt_of: torch.LongTensor | None
     mtp_row: Any
     packs_padding: bool | None
+    settled: bool | None
 
 
 _RESTART = "position_ids that restart"
-_NOT_FOR_VISION = {*PACKING_KEYWORDS, "boundaries", "packs_padding", "mtp_row", "num_items_in_batch", "shift_labels"}
+_OF_MODELS = {"boundaries", "settled", "packs_padding", "mtp_row"}
+_NOT_FOR_VISION = {*PACKING_KEYWORDS, *_OF_MODELS, "num_items_in_batch", "shift_labels"}
 
 
 def resolve_boundaries(
@@ -70,7 +74,8 @@ def resolve_boundaries(
 
     `inputs` are the arguments of a model's forward. The packing keywords are removed from them, and a 4-D mask becomes
     boundaries or a padding mask. With `None`, the batch is padded if an `attention_mask` is left, else not. Boundaries
-    on the host avoid a host sync; they are copied to the device of the tokens.
+    on the host avoid a host sync; they are copied to the device of the tokens. A model inside of another one gets what
+    that one has settled.
 
     Args:
         inputs (`dict`):
@@ -86,6 +91,8 @@ def resolve_boundaries(
             malformed or contradictory, or its mask is neither boundaries nor padding.
     """
     given = inputs.pop("boundaries", None)
+    if inputs.pop("settled", False):
+        return given
     metadata = {name: x for name in PACKING_KEYWORDS if (x := inputs.pop(name, None)) is not None}
     parent_of, padding = _parents(metadata), metadata.pop("padding_tokens", None)
     metadata |= {"padding_tokens": padding} if padding else {}
@@ -103,9 +110,9 @@ def resolve_boundaries(
         source, boundaries = _RESTART, _inferred(inputs, tokens, padding)
     if boundaries is None:
         return None
-    if parent_of is not None and not boundaries.share_prompts:
+    _check_beside(source, inputs)
+    if parent_of is not None and not isinstance(boundaries, SharedPrompts):
         boundaries = SharedPrompts.of(boundaries, parent_of)
-    _check_beside(source, boundaries, metadata, inputs, tokens)
     made_in_graph = given is None and is_torchdynamo_compiling()
     return boundaries if made_in_graph else boundaries.to(tokens.device, non_blocking=True)
 
@@ -125,6 +132,8 @@ def _described(given, metadata: dict, parent_of, inputs: dict[str, Any], tokens)
             _check_one_row("boundaries", tokens)
             given.check_length(tokens.shape[1])
             _check_agrees(given, metadata)
+            if metadata and not isinstance(given, SharedPrompts):
+                _check_positions(given, inputs, tokens)
         return given if given.padding_tokens else given.with_padding(metadata.get("padding_tokens"))
     # By default the collator returns position ids alone, plus padding_tokens if the row ends with padding.
     by_positions = metadata.keys() == {"padding_tokens"} and _readable_rows(inputs, tokens) is not None
@@ -136,8 +145,12 @@ def _described(given, metadata: dict, parent_of, inputs: dict[str, Any], tokens)
     _check_one_row(" and ".join(metadata), tokens)
     boundaries = SequenceBoundaries.from_kwargs(metadata, tokens.shape[1])
     # ms-swift describes a padded batch of one row as one document. The mask also excludes padding.
-    one = boundaries is not None and boundaries.num_documents == 1
-    return None if one and inputs.get("attention_mask") is not None and parent_of is None else boundaries
+    assert boundaries is not None
+    if boundaries.num_documents == 1 and inputs.get("attention_mask") is not None and parent_of is None:
+        return None
+    if inputs.get("position_ids") is not None and parent_of is None:
+        _check_positions(boundaries, inputs, tokens)
+    return boundaries
 
 
 def _readable_rows(inputs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor | None:
@@ -147,15 +160,20 @@ def _readable_rows(inputs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor
     return position_rows(inputs.get("position_ids"), tokens.shape[1])
 
 
-def _check_beside(source: str, boundaries: SequenceBoundaries, metadata: dict, inputs: dict[str, Any], tokens) -> None:
-    """Raise a `ValueError` if a packed row has position ids of other documents, a mask or a cache."""
+def _check_positions(boundaries: SequenceBoundaries, inputs: dict[str, Any], tokens: torch.Tensor) -> None:
+    """Raise a `ValueError` if there are position ids of other documents."""
     rows = position_rows(inputs.get("position_ids"), tokens.shape[1])
-    if metadata and not boundaries.share_prompts and rows is not None and may_read(rows):
-        starts, complete = restarts_in(rows[:, :1].to("cpu"))
-        if not complete:
-            # Those of images tell some of the documents. The others are no contradiction.
-            starts |= boundaries.seq_idx.to("cpu").diff() != 0
-        boundaries.check_same(SequenceBoundaries.from_seq_idx(F.pad(starts, (1, 0)).cumsum(1)), "position_ids")
+    if rows is None or not may_read(rows):
+        return
+    starts, complete = restarts_in(rows[:, :1].to("cpu"))
+    if not complete:
+        # Those of images tell some of the documents. The others are no contradiction.
+        starts |= boundaries.seq_idx.to("cpu").diff() != 0
+    boundaries.check_same(SequenceBoundaries.from_seq_idx(F.pad(starts, (1, 0)).cumsum(1)), "position_ids")
+
+
+def _check_beside(source: str, inputs: dict[str, Any]) -> None:
+    """Raise a `ValueError` if a packed row has a mask or a cache."""
     refused = [name for name in ("attention_mask", *CACHES) if inputs.get(name) is not None]
     if refused or inputs.get("use_cache"):
         got = (refused or ["use_cache=True"])[0]
@@ -304,7 +322,7 @@ def with_boundaries(cls: Any, builtin: Any) -> Callable:
 
     def run(model: Any, inputs: dict[str, Any]) -> Any:
         boundaries = resolve_boundaries(inputs)
-        return model.forward_with_boundaries(boundaries, **inputs)
+        return model.forward_with_boundaries(boundaries, settled=True, **inputs)
 
     parameters = inspect.signature(cls.forward_with_boundaries).parameters.values()
     return forward_like(builtin.forward, run, [p for p in parameters if p.kind is Parameter.KEYWORD_ONLY])
@@ -356,12 +374,9 @@ def mask_targets_across_documents(
     `shift_labels`, which `shard_batch` has masked, because the target of its last token is in another shard. With
     `logits_to_keep`, both have one entry for each token whose logits are kept.
     """
-    if boundaries.is_shard:
-        if labels is not None and kwargs.get("shift_labels") is None:
-            fix = "Cut the batch with transformers_packed.parallel.shard_batch."
-            raise input_error("shift_labels in addition to labels for a shard of a row", "labels alone", fix)
-        return labels
     shift_labels = kwargs.get("shift_labels")
+    if boundaries.has_masked_targets(labels, shift_labels):
+        return labels
     if isinstance(logits_to_keep, int) and not logits_to_keep:
         # Reads neither a value nor the length of the row, as compiled graphs need.
         if labels is not None:

@@ -27,7 +27,7 @@ from ..foreign import swapped
 from ..ops import linear_cross_entropy
 from ..ops.cross_entropy import FROZEN_CHUNK_SIZE, TargetCount, shift_labels
 from ..ops.prompts import repeat_rows
-from ..parallel.collectives import all_gather
+from ..parallel.shard import RowShard
 from ..shared_prompts import SharedPrompts, Successors
 from .families import OWN, families_of, family_of, titles
 from .inputs import resolve_boundaries
@@ -156,21 +156,12 @@ def following(tokens: torch.Tensor, boundaries: SequenceBoundaries, fill: float)
 
     The next token of a shard's last one is in the shard of the next rank. All ranks must call it.
     """
-    if not boundaries.is_shard:
-        return fill_ends(tokens.roll(-1, dims=1), boundaries, fill)
-    shard: Any = boundaries
-    first = all_gather(tokens[:, :1], 1, shard.processes.group)
-    at = (shard.rank + 1) % shard.size
-    return fill_ends(torch.cat([tokens[:, 1:], first[:, at : at + 1]], dim=1), boundaries, fill)
+    return fill_ends(boundaries.next_tokens(tokens), boundaries, fill)
 
 
 def fill_ends(tokens: torch.Tensor, boundaries: SequenceBoundaries, fill: float) -> torch.Tensor:
     """Put `fill` at the last token of each document of a row `[1, T, ...]`, unless another part of the row has it."""
-    ends = boundaries.cu_seqlens[1:].long() - 1
-    if boundaries.is_shard:
-        shard: Any = boundaries
-        ends = ends[: len(ends) - shard.goes_on]
-    return tokens.index_fill(1, ends.to(tokens.device), fill)
+    return tokens.index_fill(1, boundaries.ends.to(tokens.device), fill)
 
 
 class MtpHead(torch.nn.Module):
@@ -214,7 +205,7 @@ class MtpHead(torch.nn.Module):
             position_embeddings=row.position_embeddings,
             attention_mask=None,
             position_ids=None,
-            **row.documents.layer_kwargs(),
+            boundaries=row.documents,
         )
         return self.norm(hidden_states)
 
@@ -367,7 +358,7 @@ class MtpStep:
     @classmethod
     def of(cls, labels: torch.Tensor, items: int | torch.Tensor | None, inputs: Mapping[str, Any]) -> "MtpStep":
         """Prepare the loss for the labels of a model's forward and its other arguments."""
-        is_shard = getattr(inputs.get("boundaries"), "is_shard", False)
+        is_shard = isinstance(inputs.get("boundaries"), RowShard)
         counted = None if is_shard else mtp_targets_of_batch({**inputs, "labels": labels})
         shifted = inputs.get("shift_labels")
         shifted = shift_labels(labels) if shifted is None else shifted
@@ -437,19 +428,22 @@ def mtp_targets_of_batch(batch: Mapping[str, Any]) -> torch.Tensor | None:
     if labels is None:
         return None
     shifted = shift_labels(labels) if shifted is None else shifted
-    tokens = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "boundaries", *PACKING_KEYWORDS}
+    tokens = {
+        "input_ids",
+        "inputs_embeds",
+        "position_ids",
+        "attention_mask",
+        "boundaries",
+        "settled",
+        *PACKING_KEYWORDS,
+    }
     boundaries = resolve_boundaries({name: x for name, x in batch.items() if name in tokens})
     if boundaries is None:
         # The row of a token has a target two tokens ahead, if the token is real.
         shifted = shifted[..., 1:]
         return shifted if mask is None else shifted.masked_fill(mask[:, :-1].to(shifted.device) == 0, _IGNORED)
-    starts, ends = boundaries.cu_seqlens[:-1].long(), boundaries.cu_seqlens[1:].long() - 1
-    if isinstance(boundaries, SharedPrompts):
-        starts = starts[[parent < 0 for parent in boundaries.parent_of]]
-    if boundaries.is_shard:
-        shard: Any = boundaries
-        starts, ends = starts[int(shard.tokens_before > 0) :], ends[: len(ends) - shard.goes_on]
-    return shifted.index_fill(1, torch.cat([starts, ends]).to(shifted.device), _IGNORED)
+    places = torch.cat([boundaries.first_tokens, boundaries.ends])
+    return shifted.index_fill(1, places.to(shifted.device), _IGNORED)
 
 
 def head_loss(

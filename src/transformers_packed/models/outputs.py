@@ -24,6 +24,7 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error, unsupported
 from ..ops.autograd import is_transformed
 from ..ops.cross_entropy import TargetCount, shift_labels
+from ..parallel.shard import RowShard
 from .inputs import kept_tokens, mask_targets_across_documents
 from .mtp_head import MtpHead, MtpStep, head_loss
 from .packed_model import PackedModelMixin, Switch
@@ -117,7 +118,7 @@ class DocumentClassifierMixin(PackedModelMixin):
         """Like the stock forward. A packed row has `labels` `[N]` (-100 is ignored) and logits `[N, num_labels]`."""
         if boundaries is None:
             return super().forward(labels=labels, use_cache=use_cache, **inputs)
-        boundaries.check_whole("Train classifiers without sequence parallelism and without parent_of.")
+        boundaries.check_kind("a classifier of documents")
         outputs = getattr(self, self.base_model_prefix)(boundaries=boundaries, **inputs)
         pooled = _pooled_tokens(self, boundaries, inputs.get("input_ids"))
         score: Any = self.score
@@ -141,7 +142,7 @@ def _pooled_tokens(model: Any, boundaries: SequenceBoundaries, input_ids: torch.
     It is the last one that is not the pad token, which may also end a sample, and the first if there is no other. Given
     embeddings, or without a pad token, it is the last one.
     """
-    starts, lasts = boundaries.cu_seqlens[:-1].long(), boundaries.cu_seqlens[1:].long() - 1
+    starts, lasts = boundaries.first_tokens, boundaries.ends
     pad = model.config.get_text_config().pad_token_id
     if pad is None or input_ids is None:
         return lasts
@@ -202,8 +203,7 @@ def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int |
     """
     skip = inputs.pop("skip_logits", None)
     skip = model.training and model.skips_logits if skip is None else skip
-    boundaries, possible = inputs.get("boundaries"), _has_plain_loss(model)
-    is_shard = boundaries is not None and boundaries.is_shard
+    is_shard, possible = isinstance(inputs.get("boundaries"), RowShard), _has_plain_loss(model)
     if is_shard and hasattr(model.config.get_text_config(), "router_aux_loss_coef"):
         # The router loss belongs to the whole row, and only `loss_without_logits` counts it once.
         skip = True
@@ -397,7 +397,7 @@ def loss_without_logits(
     if output_router_logits:
         aux_loss = load_balancing_loss_func(routers, config.num_experts, config.num_experts_per_tok, attention_mask)
         boundaries = inputs.get("boundaries")
-        if boundaries is not None and boundaries.is_shard and inputs.get("num_items_in_batch") is not None:
+        if isinstance(boundaries, RowShard) and inputs.get("num_items_in_batch") is not None:
             # Every rank computes the router loss of the whole row, and the losses of the ranks are summed.
             aux_loss = aux_loss / boundaries.size
         loss = loss + config.router_aux_loss_coef * torch.as_tensor(aux_loss).to(loss.device)

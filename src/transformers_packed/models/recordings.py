@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..boundaries import SequenceBoundaries
+from ..boundaries import DeviceBoundaries, SequenceBoundaries
 from ..foreign import swapped
 from ..ops.autograd import first_order
 
@@ -52,7 +52,7 @@ class RecordedLayers:
         # A new tensor, because kernel packages cache results by the identity of this tensor.
         x, *position_embeddings = self.inputs
         boundaries = _open_boundaries(self.cu_seqlens.clone(), x.shape[1])
-        self._options = {"attention_mask": None, "position_ids": boundaries.position_ids, **boundaries.layer_kwargs()}
+        self._options = {"attention_mask": None, "position_ids": boundaries.position_ids, "boundaries": boundaries}
         self._options["position_embeddings"] = tuple(position_embeddings)
         self._saved = []
         for layers, again in self._segments:
@@ -120,10 +120,10 @@ class RecordedLayers:
 
 def _open_boundaries(cu_seqlens: torch.Tensor, max_length: int) -> SequenceBoundaries:
     """Create boundaries without a host copy, so a graph supports any documents written to `cu_seqlens`."""
-    return SequenceBoundaries(
+    return DeviceBoundaries(
         cu_seqlens,
         length=max_length,
-        device_only="CUDA graphs support the gated delta rule from flash-linear-attention or FlashQLA and attention "
+        advice="CUDA graphs support the gated delta rule from flash-linear-attention or FlashQLA and attention "
         "from varlen_attn, in float16 or bfloat16 (or under autocast) and without attention dropout. Load the model "
         'in bfloat16 with attn_implementation="sdpa" and install the kernels that `transformers-packed doctor` names, '
         "or train without graphs.",

@@ -22,7 +22,7 @@ class PackedTextModelMixin(PackedModelMixin):
 
     @can_return_tuple
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs: Any) -> Any:
-        mtp_row = inputs.pop("mtp_row", None)
+        mtp_row, _ = inputs.pop("mtp_row", None), inputs.pop("settled", None)
         padded = padded_batch(self, inputs)
         if padded is not None:
             boundaries = padded.boundaries
@@ -40,7 +40,7 @@ class PackedTextModelMixin(PackedModelMixin):
             inputs |= {"attention_mask": dict.fromkeys(_KINDS), "use_cache": False}
             if inputs.get("position_ids") is None:
                 inputs["position_ids"] = boundaries.position_ids
-            inputs |= boundaries.layer_kwargs()
+            inputs["boundaries"] = boundaries
         with layers_as_graphs(self, boundaries, inputs):
             outputs = super().forward(**inputs)
         if mtp_row is not None:

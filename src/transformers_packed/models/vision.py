@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from ..boundaries import VISION_KINDS, SequenceBoundaries
 from ..errors import input_error
+from ..parallel.shard import RowShard
 
 
 # For each value of `mm_token_type_ids`: the kind of vision token and the argument with its grids.
@@ -54,9 +55,10 @@ def packed_mrope_position_ids(
 
     Raises:
         `ValueError`: a boundary cuts an image or video, the vision tokens do not match the grids, or the row is a
-            shard.
+            shard or shares prompts.
     """
-    if boundaries.is_shard:
+    boundaries.check_kind("a row with images or videos", RowShard)
+    if isinstance(boundaries, RowShard):
         expected = "position_ids [4, 1, T] with images or videos in a shard of a row"
         raise input_error(expected, "none", "Pass model= to DataCollatorWithFlattening.")
     for name, tensor in (("input_ids", input_ids), ("mm_token_type_ids", mm_token_type_ids)):
@@ -89,8 +91,6 @@ def packed_position_ids(config: Any, boundaries: SequenceBoundaries, inputs: dic
     """Compute the position ids of a packed row from a forward's arguments, with M-RoPE for images and videos."""
     if inputs.get("image_grid_thw") is None and inputs.get("video_grid_thw") is None:
         return boundaries.position_ids
-    if boundaries.share_prompts:
-        boundaries.check_whole("Train on images without shared prompts.")
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
     return packed_mrope_position_ids(config, boundaries, **{name: inputs.get(name) for name in names})
 
@@ -98,7 +98,7 @@ def packed_position_ids(config: Any, boundaries: SequenceBoundaries, inputs: dic
 def features_of_tokens(kind: str, outputs: Any, kwargs: dict[str, Any]) -> Any:
     """Keep only the vision features of this process's tokens in `outputs` if it holds a shard of a row."""
     boundaries = kwargs.get("boundaries")
-    if boundaries is not None and boundaries.is_shard:
+    if isinstance(boundaries, RowShard):
         outputs.pooler_output = (boundaries.vision_features(kind, torch.cat(outputs.pooler_output)),)
     return outputs
 

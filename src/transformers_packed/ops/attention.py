@@ -30,7 +30,7 @@ from ..foreign import attention_of
 from .autograd import compute_dtype
 from .dense_attention import dense_attention
 from .dense_attention import verify as verify_dense_attention
-from .dispatch import Implementation, always, mixes_tokens, ran, run
+from .dispatch import Implementation, ran, run
 from .example import Call, Setting
 from .per_document import per_document
 
@@ -41,7 +41,6 @@ _BLOCK = 128
 _LONG = 65536
 
 
-@mixes_tokens
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -110,7 +109,7 @@ def implementations(module: torch.nn.Module) -> dict[str, Implementation]:
     name = implementation_of(module)
     # Every version of FlashAttention has the same interface.
     flash = is_flash_attention_requested(requested_attention_implementation=name)
-    table = {name: Implementation(_flash_attention, always)} if flash else IMPLEMENTATIONS.get(name)
+    table = {name: Implementation(_flash_attention)} if flash else IMPLEMENTATIONS.get(name)
     if table is None:
         known = f"{', '.join(IMPLEMENTATIONS)} or flash_attention_*"
         fix = 'Load the model with attn_implementation="sdpa".'
@@ -183,7 +182,7 @@ def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointP
 
 def _flash_attention(module, query, key, value, *, boundaries, eager, keys=None, **kwargs):
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation_of(module), eager)
-    kwargs |= boundaries.layer_kwargs()
+    kwargs |= boundaries.kernel_kwargs()
     if keys is not None:
         kwargs |= {"cu_seq_lens_k": keys.cu_seqlens, "max_length_k": keys.max_length}
     return interface(module, query, key, value, None, **kwargs)
@@ -312,9 +311,9 @@ IMPLEMENTATIONS = {
     "sdpa": {
         "cudnn": Implementation(partial(dense_attention, varlen=_varlen_attn), verify_dense_attention),
         "varlen_attn": Implementation(_varlen_attn, _verify_varlen_attn),
-        "per_document(sdpa)": Implementation(_per_document, always),
+        "per_document(sdpa)": Implementation(_per_document),
     },
-    "eager": {"per_document(eager)": Implementation(_per_document, always)},
+    "eager": {"per_document(eager)": Implementation(_per_document)},
     "flex_attention": {"flex_attention": Implementation(_flex_attention, _verify_flex_attention)},
 }
 

@@ -37,16 +37,16 @@ def with_contexts(
     ```
     """
     row = tokens[0]
-    shared = boundaries if isinstance(boundaries, SharedPrompts) else None
-    if shared is not None:
-        boundaries = shared.runs
+    layout = boundaries.layout if isinstance(boundaries, SharedPrompts) else None
+    if layout is not None:
+        boundaries = layout.runs
     documents = torch.arange(boundaries.num_documents, device=tokens.device)
     contexts = row.new_full((len(documents), width), fill)
-    if shared is not None and shared.continued:
-        tails = shared.tails(width).rows.unflatten(0, (-1, width))
+    if layout is not None and layout.continued:
+        tails = layout.tails(width).rows.unflatten(0, (-1, width))
         # Before the first token of a tree, `tails` repeats that one.
         repeated = torch.nn.functional.pad(tails[:, 1:] == tails[:, :-1], (0, 1))
-        contexts[shared.continued] = row[tails].masked_fill(repeated, fill)
+        contexts[layout.continued] = row[tails].masked_fill(repeated, fill)
     places = torch.arange(len(row), device=row.device) + width * (boundaries.seq_idx[0] + 1)
     before = (boundaries.cu_seqlens[:-1] + width * documents)[:, None] + torch.arange(width, device=row.device)
     result = row.new_empty(len(row) + contexts.numel())

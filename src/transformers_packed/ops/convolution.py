@@ -18,13 +18,11 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from .backends import causal_conv1d as compiled
 from .backends import fla, triton
-from .dispatch import Implementation, always, mixes_tokens, run
+from .dispatch import Implementation, run
 from .example import Call, Setting
 from .norm import widened
-from .per_document import check_row
 
 
-@mixes_tokens
 def causal_conv1d(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
@@ -81,7 +79,6 @@ def check_channels(hidden_states: torch.Tensor, weight: torch.Tensor) -> None:
         raise input_error("hidden_states [B, T, D] and weight [D, W]", got, fix)
 
 
-@mixes_tokens
 def causal_conv1d_qkv(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
@@ -174,7 +171,7 @@ def _reference(hidden_states, weight, bias, activation, *, boundaries):
     function = partial(torch_causal_conv1d, weight=weight, bias=bias, activation=activation)
     if boundaries is None:
         return function(hidden_states)
-    check_row(hidden_states, boundaries, "hidden_states", "D")
+    boundaries.check_row(hidden_states, "hidden_states", "D")
     # Zeros between the documents, `W - 1` of them, keep every window inside its document. The result is that of
     # `per_document`, in one pass over the row.
     gap = weight.shape[-1] - 1
@@ -187,7 +184,7 @@ def _reference(hidden_states, weight, bias, activation, *, boundaries):
 IMPLEMENTATIONS = {
     "fla": Implementation(fla.causal_conv1d, fla.verify_causal_conv1d),
     "causal_conv1d": Implementation(compiled.causal_conv1d, compiled.verify_causal_conv1d),
-    "reference": Implementation(_reference, always),
+    "reference": Implementation(_reference),
 }
 
 
@@ -212,7 +209,7 @@ def triton_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, v
     if boundaries is None:
         position = torch.arange(length, dtype=torch.int32, device=hidden_states.device).repeat(rows)
     else:
-        check_row(hidden_states, boundaries, "hidden_states", "D")
+        boundaries.check_row(hidden_states, "hidden_states", "D")
         position = boundaries.derived("positions", lambda: boundaries.position_ids[0].to(torch.int32))
     # The kernel has values of as many heads as their channels fill.
     value_heads = channels // key_dim - 2 * key_heads
@@ -257,7 +254,7 @@ def takes_heads(key_dim: int, value_dim: int) -> bool:
 
 QUERY_KEY_VALUE = {
     "triton": Implementation(triton_qkv, verify_triton_qkv),
-    "reference": Implementation(_reference_qkv, always),
+    "reference": Implementation(_reference_qkv),
 }
 
 

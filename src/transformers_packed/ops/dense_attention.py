@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..boundaries import SequenceBoundaries
+from ..boundaries import DeviceBoundaries, SequenceBoundaries
 from .autograd import compute_dtype
 from .per_document import BucketLayout, cheapest_groups, in_batches, layout_of, spans
 
@@ -93,8 +93,9 @@ def plan_of(boundaries: SequenceBoundaries, heads: int, kv_heads: int, dim: int)
             return (None,)
         dense = {document for documents, _ in groups for document in documents}
         rest = [length for document, length in enumerate(lengths) if document not in dense]
-        others = SequenceBoundaries.from_lengths(rest, device=boundaries.cu_seqlens.device) if rest else None
-        return (Plan(layout_of(boundaries, groups), others),)
+        device = boundaries.cu_seqlens.device
+        others = SequenceBoundaries.from_lengths(rest, device=device) if rest else None
+        return (Plan(layout_of(lengths, device, groups), others),)
 
     return boundaries.derived(f"dense attention {heads} {kv_heads} {dim}", make)[0]
 
@@ -142,8 +143,8 @@ def verify(module, query, key, value, *, dropout=0.0, boundaries=None, **options
         return False, "does not support dropout"
     if torch.are_deterministic_algorithms_enabled():
         return False, "has no deterministic backward"
-    if boundaries is None or boundaries.device_only or boundaries.share_prompts:
-        return False, "needs the lengths of documents on the host, without shared prompts"
+    if boundaries is None or isinstance(boundaries, DeviceBoundaries):
+        return False, "needs the lengths of documents on the host"
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
     if not _supports(query, key, value, dtype):
         return False, f"has no kernel for {heads} and {kv_heads} heads of {dim} in this release of torch and cuDNN"

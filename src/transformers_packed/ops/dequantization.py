@@ -16,7 +16,7 @@ import torch
 
 from ..errors import input_error
 from .backends import triton
-from .dispatch import Implementation, always, run
+from .dispatch import Implementation, run
 
 
 # bitsandbytes' kernels for GPUs count elements in 32 bits.
@@ -194,9 +194,9 @@ def _verify_rows(values, scale, dtype) -> tuple[bool, str]:
 FOUR_BIT = {
     "triton": Implementation(_triton, _verify_triton),
     "bitsandbytes": Implementation(_bitsandbytes, _verify_bitsandbytes),
-    "reference": Implementation(_reference, always),
+    "reference": Implementation(_reference),
 }
 ROWS = {
     "triton": Implementation(_triton_rows, _verify_rows),
-    "reference": Implementation(_reference_rows, always),
+    "reference": Implementation(_reference_rows),
 }

@@ -11,14 +11,13 @@ So no choice can be stale, whatever changes between two calls.
 """
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers.utils import logging
 
-from ..boundaries import SequenceBoundaries
-from ..errors import input_error
+from ..boundaries import WHOLE, SequenceBoundaries
+from ..errors import input_error, unsupported
 from .autograd import is_transformed
 
 
@@ -31,15 +30,16 @@ _used: dict[str, dict[str, None]] = {}
 _of_tokens: set[str] = set()
 # The compiler would unroll the chunks of one reference, and keep all logits of the other.
 _NOT_TO_COMPILE = ("gated_delta_rule", "linear_cross_entropy")
-# The functions that run ops on rows whose documents begin elsewhere, by the class of their boundaries and the op's name.
-_FORMS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 class Implementation(NamedTuple):
-    """`run(*args, **kwargs)` computes the op. `verify(*args, **kwargs)` returns `(ok, reason)` for the same call."""
+    """`run(*args, **kwargs)` computes the op. `verify(*args, **kwargs)` returns `(ok, reason)` for the same call.
+
+    Without a verifier, it supports every call.
+    """
 
     run: Callable[..., Any]
-    verify: Callable[..., tuple[bool, str]]
+    verify: Callable[..., tuple[bool, str]] | None = None
 
 
 def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -> Callable[..., Any]:
@@ -65,9 +65,10 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
     reference_only = _why_reference_only(op, impl) if "reference" in table else ""
     refused: list[str] = []
     for name in table if impl == "auto" else (impl,):
-        ok, reason = False, reference_only
-        if not reason or name == "reference":
-            ok, reason = table[name].verify(*args, **kwargs)
+        verify, reason = table[name].verify, "" if name == "reference" else reference_only
+        ok = not reason
+        if ok and verify is not None:
+            ok, reason = verify(*args, **kwargs)
         if ok:
             # Warn on a GPU, where the reference is many times slower than any kernel.
             may_warn = name == "reference" and impl == "auto"
@@ -87,33 +88,34 @@ def _why_reference_only(op: str, impl: str) -> str:
     return ""
 
 
-def mixes_tokens(op: Op) -> Op:
-    """Decorate an op with `boundaries`. A row whose documents begin elsewhere runs the op's form [`for_rows`] of its kind.
+def for_rows(kind: type[SequenceBoundaries]) -> Callable[[Op], Op]:
+    """Decorate the form of an op, under the same name, for rows with boundaries of this class.
 
-    These are rows with shared prompts, and parts of a row that several processes share.
+    The form takes the arguments that the op passes to [`run`], and `impl`.
     """
 
-    @wraps(op)
-    def on_any_row(*args: Any, boundaries: SequenceBoundaries | None = None, **kwargs: Any) -> Any:
-        if boundaries is None or type(boundaries) is SequenceBoundaries:
-            return op(*args, boundaries=boundaries, **kwargs)
-        return _FORMS[type(boundaries), op.__name__](*args, boundaries=boundaries, **kwargs)
-
-    return on_any_row  # type: ignore[return-value]
-
-
-def for_rows(kind: type[SequenceBoundaries]) -> Callable[[Op], Op]:
-    """Decorate the form of an op, under the same name, for rows with boundaries of this class."""
-
     def register(form: Op) -> Op:
-        _FORMS[kind, form.__name__] = form
+        kind.forms[form.__name__] = form
         return form
 
     return register
 
 
+def form_of(op: str, boundaries: SequenceBoundaries) -> Callable[..., Any] | None:
+    """Return the form of an op for such a row, or `None` if the implementations of the op compute it.
+
+    Raises:
+        `ValueError`: the op has no form for rows of this class.
+    """
+    if boundaries.kind == WHOLE:
+        return None
+    if op not in boundaries.forms:
+        raise unsupported(f"the op {op}", boundaries.kind, boundaries.instead)
+    return boundaries.forms[op]
+
+
 def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -> Any:
-    """Select an implementation with [`choose`] and call it.
+    """Select an implementation with [`choose`] and call it, or the form of the op for a row that is not whole.
 
     Under `torch.compile`, a call with `boundaries` runs outside of the graph, because kernel arguments depend on the
     document lengths, which differ between rows. Other calls run as their reference, which the compiler fuses,
@@ -127,6 +129,10 @@ def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -
 
 
 def _run(op, impl, table, *args, **kwargs):
+    boundaries = kwargs.get("boundaries")
+    form = None if boundaries is None else form_of(op, boundaries)
+    if form is not None:
+        return form(*args, impl=impl, **kwargs)
     return choose(op, impl, table, *args, **kwargs)(*args, **kwargs)
 
 
@@ -163,8 +169,3 @@ def implementations_used(isolating: bool = False) -> dict[str, list[str]]:
     With `isolating=True`, only ops that isolate documents are included, not ops that compute each token independently.
     """
     return {op: list(names) for op, names in _used.items() if not (isolating and op in _of_tokens)}
-
-
-def always(*args, **kwargs) -> tuple[bool, str]:
-    """Verifier of an implementation that supports every call."""
-    return True, ""

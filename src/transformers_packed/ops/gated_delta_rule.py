@@ -27,13 +27,12 @@ import torch.nn.functional as F
 from ..boundaries import CHUNK_SIZE, SequenceBoundaries
 from ..errors import input_error
 from .backends import fla, flash_qla, triton
-from .dispatch import Implementation, always, mixes_tokens, run
+from .dispatch import Implementation, run
 from .example import Call, Setting
 from .norm import widened
 from .per_document import per_document
 
 
-@mixes_tokens
 def gated_delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -114,9 +113,11 @@ def check_state(
     boundaries: SequenceBoundaries | None,
 ) -> None:
     """Raise an error if there is not one initial state for each sequence."""
+    if initial_state is None:
+        return
     sequences = len(key) if boundaries is None else boundaries.num_documents
     expected = (sequences, value.shape[2], key.shape[-1], value.shape[-1])
-    if initial_state is not None and initial_state.shape != expected:
+    if initial_state.shape != expected:
         raise input_error(f"an initial_state {expected}, one for each sequence", tuple(initial_state.shape))
 
 
@@ -346,7 +347,7 @@ def _documents_with_states(*tensors, boundaries, initial_state, **options):
 IMPLEMENTATIONS = {
     "flash_qla": Implementation(flash_qla.gated_delta_rule, flash_qla.verify_gated_delta_rule),
     "fla": Implementation(fla.gated_delta_rule, fla.verify_gated_delta_rule),
-    "reference": Implementation(reference, always),
+    "reference": Implementation(reference),
 }
 
 
@@ -364,7 +365,7 @@ def _gates_triton(a, b, a_log, dt_bias):
 
 GATES = {
     "triton": Implementation(_gates_triton, triton.verify),
-    "reference": Implementation(_gates_reference, always),
+    "reference": Implementation(_gates_reference),
 }
 
 

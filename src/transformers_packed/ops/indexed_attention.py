@@ -23,7 +23,7 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..shared_prompts import SharedPrompts
 from .attention import attention, implementation_of
-from .dispatch import mixes_tokens, outside_of_graphs, ran
+from .dispatch import form_of, outside_of_graphs, ran
 
 
 # Queries per mask.
@@ -77,7 +77,7 @@ class Index(NamedTuple):
 
 def needs_index(boundaries: SequenceBoundaries, budget: int, ratio: int) -> bool:
     """Whether the choice of blocks leaves out any key of a row's documents, each with its prompt."""
-    keys = boundaries.keys[0] if isinstance(boundaries, SharedPrompts) else boundaries
+    keys = boundaries.layout.keys[0] if isinstance(boundaries, SharedPrompts) else boundaries
     return keys.max_length >= budget + ratio
 
 
@@ -133,7 +133,6 @@ def tokens_of_blocks(
     return tokens | (_below(visible, size) & ~_below(complete * ratio, size))
 
 
-@mixes_tokens
 def indexed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -168,9 +167,10 @@ def indexed_attention(
         `ValueError`: the layer has another attention implementation.
     """
     check(module)
+    function = form_of("indexed_attention", boundaries) or _of_row
     if torch.compiler.is_compiling():
-        return outside_of_graphs(_of_row, module, query, key, value, index, boundaries=boundaries, **options)
-    return _of_row(module, query, key, value, index, boundaries=boundaries, **options)
+        return outside_of_graphs(function, module, query, key, value, index, boundaries=boundaries, **options)
+    return function(module, query, key, value, index, boundaries=boundaries, **options)
 
 
 def check(module: torch.nn.Module) -> None:

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from .backends import fla
-from .dispatch import Implementation, always, mixes_tokens, run
+from .dispatch import Implementation, run
 from .example import Call, Setting
 from .gated_delta_rule import check_groups, check_state, reference
 from .norm import widened
 
 
-@mixes_tokens
 def kimi_delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -123,7 +122,7 @@ def _reference(query, key, value, g, beta, *, a_log, dt_bias, lower_bound, **opt
 
 IMPLEMENTATIONS = {
     "fla": Implementation(fla.kimi_delta_rule, fla.verify_kimi_delta_rule),
-    "reference": Implementation(_reference, always),
+    "reference": Implementation(_reference),
 }
 
 

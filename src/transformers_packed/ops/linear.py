@@ -16,7 +16,7 @@ from ..errors import input_error
 from . import float8
 from .autograd import autocast_dtype, first_order, free, is_transformed
 from .backends import triton
-from .dispatch import Implementation, always, ran, run
+from .dispatch import Implementation, ran, run
 from .example import Call, Setting
 from .recipes import recipe_of
 from .terms import Adapter, Dequantized, Float8Weight, Plan, Products, Projection, planned
@@ -225,7 +225,7 @@ class _SharedInputLinears(torch.autograd.Function):
 
 IMPLEMENTATIONS = {
     "fused": Implementation(_fused, _verify_fused),
-    "reference": Implementation(_reference, always),
+    "reference": Implementation(_reference),
 }
 # The same on a CPU: the function is written for tensors of any device, and only its casts and products differ.
 FLOAT8 = {"fused": Implementation(_fused, _verify_fused)}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ..errors import input_error
 from .autograd import autocast_dtype
 from .backends import triton
-from .dispatch import Implementation, always, run
+from .dispatch import Implementation, run
 from .example import Call, Setting
 from .norm import widened
 from .terms import Adapter, DequantizedExperts
@@ -251,11 +251,11 @@ def verify_triton(
 
 ROUTERS = {
     "triton": Implementation(_triton_router, _verify_router),
-    "reference": Implementation(_reference_router, always),
+    "reference": Implementation(_reference_router),
 }
 EXPERTS = {
     "triton": Implementation(_triton, verify_triton),
-    "reference": Implementation(_reference, always),
+    "reference": Implementation(_reference),
 }
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ..errors import input_error
 from .backends import triton
-from .dispatch import Implementation, always, run
+from .dispatch import Implementation, run
 from .example import Call, Setting
 from .linear import apply_reference, as_projection, check_layer, verify_layer
 from .recipes import remember_recipe
@@ -215,7 +215,7 @@ def _verify_triton(hidden_states, weight, eps, offset, residual, gate=None, line
 
 IMPLEMENTATIONS = {
     "triton": Implementation(_triton, _verify_triton),
-    "reference": Implementation(_reference, always),
+    "reference": Implementation(_reference),
 }
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from ..boundaries import CHUNK_SIZE, SequenceBoundaries
-from ..errors import input_error
 
 
 @dataclass(frozen=True)
@@ -88,20 +87,12 @@ def per_document(
 
     ```
     """
-    boundaries.check_whole("Train this model without sequence parallelism.")
+    boundaries.check_kind("a function of each document")
     for tensor in tensors:
-        if tensor.ndim < 2 or tensor.shape[:2] != (1, boundaries.total_length):
-            expected = f"tensors of shape [1, {boundaries.total_length}, ...], the packed row"
-            raise input_error(expected, tuple(tensor.shape), "Pass tensors of the row that the boundaries describe.")
-    layout = boundaries.derived(f"per_document {once=}", lambda: _layout(boundaries, once))
+        boundaries.check_row(tensor, "tensors", "...")
+    device = boundaries.cu_seqlens.device
+    layout = boundaries.derived(f"per_document {once=}", lambda: _layout(boundaries.lengths, device, once))
     return in_batches(function, [row[0] for row in tensors], layout)
-
-
-def check_row(row: torch.Tensor, boundaries: SequenceBoundaries, name: str, sizes: str) -> None:
-    """Raise a `ValueError` unless `row` `[1, T, *sizes]` is one that the boundaries describe."""
-    if row.shape[:2] != (1, boundaries.total_length):
-        expected = f"{name} [1, {boundaries.total_length}, {sizes}], the row that the boundaries describe"
-        raise input_error(expected, tuple(row.shape), "Make the boundaries from this row's lengths.")
 
 
 def in_batches(
@@ -189,19 +180,17 @@ def to_batch(chunk: torch.Tensor, bucket: LengthBucket) -> torch.Tensor:
     return padded.index_copy(0, bucket.slots, chunk).unflatten(0, shape)
 
 
-def _layout(boundaries: SequenceBoundaries, once: bool = False) -> BucketLayout:
+def _layout(lengths: list[int], device: torch.device, once: bool) -> BucketLayout:
     """Compute the layout of a row as padded batches, once per row on the host."""
-    lengths = boundaries.lengths
     groups = [list(range(len(lengths)))] if once else _group_by_length(lengths)
-    return layout_of(boundaries, [(group, max(lengths[document] for document in group)) for group in groups])
+    return layout_of(lengths, device, [(group, max(lengths[document] for document in group)) for group in groups])
 
 
-def layout_of(boundaries: SequenceBoundaries, groups: list[tuple[list[int], int]]) -> BucketLayout:
+def layout_of(lengths: list[int], device: torch.device, groups: list[tuple[list[int], int]]) -> BucketLayout:
     """Return the layout of a row for groups of documents, each with the length to which they are padded.
 
     The tokens of documents in no group come last, in the order of the row.
     """
-    lengths, starts, device = boundaries.lengths, boundaries.cu_seqlens_cpu.tolist(), boundaries.cu_seqlens.device
     buckets, documents_in_order = [], []
     for group, longest in groups:
         group = sorted(group)
@@ -216,7 +205,8 @@ def layout_of(boundaries: SequenceBoundaries, groups: list[tuple[list[int], int]
     documents_in_order += [document for document in range(len(lengths)) if document not in grouped]
     if documents_in_order == list(range(len(lengths))):
         return BucketLayout(tuple(buckets), None, None)
-    order = torch.cat([torch.arange(starts[d], starts[d + 1]) for d in documents_in_order])
+    tokens = torch.arange(sum(lengths)).split(lengths)
+    order = torch.cat([tokens[document] for document in documents_in_order])
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel())
     return BucketLayout(tuple(buckets), order.to(device, non_blocking=True), inverse.to(device, non_blocking=True))

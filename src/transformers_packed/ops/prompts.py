@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 from ..errors import unsupported
-from ..shared_prompts import Copies, Level, SharedPrompts
+from ..shared_prompts import Copies, Layout, Level, SharedPrompts
 from .attention import attention as attention_of_row
-from .attention import attention_of_last_queries, attention_with_earlier_keys, implementation_of, implementations
+from .attention import attention_of_last_queries, attention_with_earlier_keys, implementation_of
 from .autograd import first_order, is_transformed
 from .convolution import causal_conv1d as convolve
 from .convolution import causal_conv1d_qkv as convolve_qkv
-from .convolution import check_channels, check_heads, slots_of, triton_qkv, verify_triton_qkv
+from .convolution import slots_of, triton_qkv, verify_triton_qkv
 from .dispatch import for_rows, ran
 from .gated_delta_rule import gated_delta_rule as rule
-from .indexed_attention import Index, attend_last, check
+from .indexed_attention import Index, attend_last
 from .kimi_delta_rule import kimi_delta_rule as rule_by_channel
 
 
@@ -75,25 +75,24 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None,
     *,
     boundaries: SharedPrompts,
     impl: str = "auto",
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[`ops.attention`] on a row with shared prompts: query `[1, H, T, D]`, key and value `[1, HKV, T, D]`."""
-    implementations(module)
     for name, given in (
         ("attention weights", options.get("output_attentions")),
         ("flex_attention", implementation_of(module) == "flex_attention"),
     ):
         if given:
-            raise unsupported("a row with shared prompts", name, "Use sdpa, without attention weights.")
-    alone = boundaries.alone
+            raise unsupported(boundaries.kind, name, "Use sdpa, without attention weights.")
+    layout = boundaries.layout
+    alone = layout.alone
     others: list[torch.Tensor] = []
     length = alone.total_length
-    if boundaries.continued:
-        runs, keys, copies = boundaries.rest
+    if layout.continued:
+        runs, keys, copies = layout.rest
         pairs = [_with_copies(x[0].transpose(0, 1), copies) for x in (key, value)]
         (key, of_keys), (value, of_values) = ([x.transpose(0, 1)[None] for x in pair] for pair in pairs)
         others = _of_other_runs(module, query[:, :, length:], of_keys, of_values, runs, keys, options)
@@ -127,14 +126,13 @@ def indexed_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[`ops.indexed_attention`] on a row with shared prompts: query `[1, H, T, D]`, key and value `[1, HKV, T, D]`."""
-    check(module)
     if options.get("output_attentions"):
-        raise unsupported("a row with shared prompts", "attention weights", "Leave output_attentions out.")
-    keys, copies = boundaries.keys
+        raise unsupported(boundaries.kind, "attention weights", "Leave output_attentions out.")
+    keys, copies = boundaries.layout.keys
     key, value = (repeat_rows(x[0].transpose(0, 1), copies).transpose(0, 1)[None] for x in (key, value))
     of_keys = {name: getattr(index, name)[:, copies.rows] for name in ("key", "cos", "sin")}
     index = index._replace(**of_keys)
-    starts = zip(*(x.cu_seqlens_cpu.tolist() for x in (boundaries.runs, keys)), strict=True)
+    starts = zip(*(x.cu_seqlens_cpu.tolist() for x in (boundaries.layout.runs, keys)), strict=True)
     outputs = []
     for (start, k_start), (end, k_end) in pairwise(starts):
         own, document = slice(start, end), slice(k_start, k_end)
@@ -148,12 +146,11 @@ def causal_conv1d(
     hidden_states: torch.Tensor, weight: torch.Tensor, *args: Any, boundaries: SharedPrompts, **options: Any
 ) -> torch.Tensor:
     """[`ops.causal_conv1d`] on a row with shared prompts."""
-    check_channels(hidden_states, weight)
 
     def function(x, boundaries):
         return (convolve(x, weight, *args, boundaries=boundaries, **options),)
 
-    return _convolution(function, hidden_states, weight, boundaries)[0]
+    return _convolution(function, hidden_states, weight, boundaries.layout)[0]
 
 
 @for_rows(SharedPrompts)
@@ -168,28 +165,27 @@ def causal_conv1d_qkv(
     **heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[`ops.causal_conv1d_qkv`] on a row with shared prompts."""
-    check_heads(hidden_states, weight, **heads)
-    call, width = (weight, bias, activation), weight.shape[-1] - 1
+    layout, call, width = boundaries.layout, (weight, bias, activation), weight.shape[-1] - 1
     on_triton = impl in ("auto", "triton") and not is_transformed()
-    if width and boundaries.continued and on_triton and verify_triton_qkv(hidden_states, *call, **heads)[0]:
+    if width and layout.continued and on_triton and verify_triton_qkv(hidden_states, *call, **heads)[0]:
         ran("causal_conv1d_qkv", "triton")
-        x, tails = _with_copies(hidden_states[0], boundaries.tails(width))
-        halo = tails, slots_of(boundaries.runs, boundaries.continued, width)
+        x, tails = _with_copies(hidden_states[0], layout.tails(width))
+        halo = tails, slots_of(layout.runs, layout.continued, width)
         return triton_qkv(x[None], *call, boundaries=boundaries, halo=halo, **heads)
 
     def function(x, boundaries):
         return convolve_qkv(x, *call, boundaries=boundaries, impl=impl, **heads)
 
-    return _convolution(function, hidden_states, weight, boundaries)
+    return _convolution(function, hidden_states, weight, layout)
 
 
-def _convolution(function: Callable, x: torch.Tensor, weight: torch.Tensor, row: SharedPrompts) -> tuple:
+def _convolution(function: Callable, x: torch.Tensor, weight: torch.Tensor, layout: Layout) -> tuple:
     """Convolve each run alone, then overwrite the tokens whose windows include tokens that it continues."""
-    if weight.shape[-1] == 1 or not row.continued:
-        return function(x, row.runs)
-    boundaries, copies, own, tokens = row.windows(weight.shape[-1] - 1)
+    if weight.shape[-1] == 1 or not layout.continued:
+        return function(x, layout.runs)
+    boundaries, copies, own, tokens = layout.windows(weight.shape[-1] - 1)
     x, windows = _with_copies(x[0], copies)
-    alone, continued = function(x[None], row.runs), function(windows[None], boundaries)
+    alone, continued = function(x[None], layout.runs), function(windows[None], boundaries)
     return tuple(y.index_copy(1, tokens, z.index_select(1, own)) for y, z in zip(alone, continued, strict=True))
 
 
@@ -204,9 +200,9 @@ def _by_levels(
 ) -> tuple[torch.Tensor, None]:
     """Run a delta rule on query, key, value, g and beta. Where `g` is `no_decay`, it leaves the state as it is."""
     if initial_state is not None or output_final_state:
-        raise unsupported("a row with shared prompts", "initial or final states", "Run the documents one by one.")
+        raise unsupported(boundaries.kind, "initial or final states", "Run the documents one by one.")
     key_dim, normalizes = inputs[1].shape[-1], options.get("use_qk_l2norm_in_kernel", False)
-    levels, sources, destinations = boundaries.levels(reads=key_dim)
+    levels, sources, destinations = boundaries.layout.levels(key_dim)
     if sources is not None:
         inputs = tuple(repeat_rows(x[0], sources)[None] for x in inputs)
     parts = zip(*(x.split([level.length for level in levels], 1) for x in inputs), strict=True)

@@ -4,7 +4,7 @@ import torch
 
 from ..errors import input_error
 from .backends import triton
-from .dispatch import Implementation, always, run
+from .dispatch import Implementation, run
 from .example import Call, Setting
 from .norm import rms_norm
 
@@ -114,7 +114,7 @@ def _verify(query_gate, key, query_weight, key_weight, cos, sin, eps):
 
 IMPLEMENTATIONS = {
     "triton": Implementation(_triton, _verify),
-    "reference": Implementation(_reference, always),
+    "reference": Implementation(_reference),
 }
 
 

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from ..boundaries import CHUNK_SIZE, SequenceBoundaries
 from ..errors import input_error
 from .backends import mamba_ssm, triton
-from .dispatch import Implementation, always, run
+from .dispatch import Implementation, run
 from .example import Call, Setting
 from .norm import widened
-from .per_document import check_row, per_document
+from .per_document import per_document
 
 
 def ssd(
@@ -83,8 +83,6 @@ def ssd(
     ```
     """
     _check(x, dt, A, B, C, D, dt_bias)
-    if boundaries is not None:
-        boundaries.check_whole("Train this model without sequence parallelism or shared prompts.")
     options = {"dt_bias": dt_bias, "dt_limit": dt_limit, "boundaries": boundaries}
     return run("ssd", impl, IMPLEMENTATIONS, x, dt, A, B, C, D, **options)
 
@@ -157,7 +155,7 @@ def chunks_of_rows(x: torch.Tensor, boundaries: SequenceBoundaries | None, sizes
     if boundaries is None:
         boundaries = SequenceBoundaries.from_lengths([x.shape[1]] * len(x), device=x.device)
     else:
-        check_row(x, boundaries, "x", sizes)
+        boundaries.check_row(x, "x", sizes)
     return boundaries.derived("ssd", partial(chunks_of, boundaries))
 
 
@@ -186,7 +184,7 @@ def _verify_triton(x, dt, A, B, C, D, **_):
 IMPLEMENTATIONS = {
     "triton": Implementation(_triton, _verify_triton),
     "mamba_ssm": Implementation(mamba_ssm.ssd, mamba_ssm.verify_ssd),
-    "reference": Implementation(_reference, always),
+    "reference": Implementation(_reference),
 }
 
 

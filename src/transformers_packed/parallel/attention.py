@@ -10,7 +10,6 @@ from ..errors import input_error, unsupported
 from ..ops.attention import (
     attention_of_last_queries,
     attention_with_earlier_keys,
-    implementations,
     kernel_for_earlier_keys,
 )
 from ..ops.dispatch import for_rows, ran
@@ -35,7 +34,6 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None,
     *,
     boundaries: RowShard,
     dropout: float = 0.0,
@@ -44,8 +42,7 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """[`ops.attention`] on a part of a row: query `[1, H, L, D]`, key and value `[1, HKV, L, D]`."""
     if options.get("output_attentions"):
-        raise unsupported("a part of a row", "attention weights", "Leave output_attentions out.")
-    implementations(module)
+        raise unsupported(boundaries.kind, "attention weights", "Leave output_attentions out.")
     shard, options["dropout"] = boundaries, dropout
     size, heads, kv_heads = shard.size, query.shape[1], key.shape[1]
     # With "gather", the rank after the cut of a long document has most of the work and needs a kernel for earlier

@@ -34,9 +34,8 @@ from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error, unsupported
 from ..ops.backends import fla
-from ..ops.convolution import check_channels, check_heads, slots_of, triton_qkv, verify_triton_qkv
+from ..ops.convolution import slots_of, triton_qkv, verify_triton_qkv
 from ..ops.dispatch import for_rows, ran
-from ..ops.gated_delta_rule import check_groups
 from .collectives import all_gather, all_to_all, tie
 from .shard import RowShard
 
@@ -94,7 +93,6 @@ def causal_conv1d(
     hidden_states: torch.Tensor, weight: torch.Tensor, *args, boundaries: RowShard, **options: Any
 ) -> torch.Tensor:
     """[`ops.causal_conv1d`] on a part of a row."""
-    check_channels(hidden_states, weight)
     x, options["boundaries"], before = _with_halo(boundaries, hidden_states, weight.shape[-1])
     return ops.causal_conv1d(x, weight, *args, **options)[:, before:]
 
@@ -111,7 +109,6 @@ def causal_conv1d_qkv(
     **heads: Any,
 ) -> tuple[torch.Tensor, ...]:
     """[`ops.causal_conv1d_qkv`] on a part of a row."""
-    check_heads(hidden_states, weight, **heads)
     call = weight, bias, activation
     if impl == "auto" and verify_triton_qkv(hidden_states, *call, **heads)[0]:
         # The kernel takes the halo as a separate tensor, so neither the part nor the results are copied.
@@ -138,9 +135,8 @@ def gated_delta_rule(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[`ops.gated_delta_rule`] on a part of a row, by the method of the shard's `parallel`."""
-    check_groups(key, value)
     if initial_state is not None or output_final_state:
-        raise unsupported("a part of a row", "initial or final states", "Run whole rows.")
+        raise unsupported(boundaries.kind, "initial or final states", "Run whole rows.")
     shard, tensors = boundaries, (query, key, value, g, beta)
     if shard.processes.gated_delta_rule == "heads":
         return _by_heads(ops.gated_delta_rule, shard, *tensors, impl=impl, **options), None
@@ -168,9 +164,8 @@ def kimi_delta_rule(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[`ops.kimi_delta_rule`] on a part of a row, by the method of the shard's `parallel`."""
-    check_groups(key, value)
     if initial_state is not None or output_final_state:
-        raise unsupported("a part of a row", "initial or final states", "Run whole rows.")
+        raise unsupported(boundaries.kind, "initial or final states", "Run whole rows.")
     by_heads = boundaries.processes.gated_delta_rule == "heads"
     if by_heads and a_log is not None and dt_bias is not None:
         # The parameters of the heads of this process.

@@ -1,5 +1,6 @@
 """One rank's part of a packed row: a contiguous run of its tokens, with the boundaries of the whole row."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Self
@@ -44,7 +45,9 @@ class RowShard(SequenceBoundaries):
     row: SequenceBoundaries = field(kw_only=True)
     rank: int = 0
     size: int = 1
-    is_shard: ClassVar[bool] = True
+    kind: ClassVar[str] = "a part of a row"
+    instead: ClassVar[str] = "Train without sequence parallelism."
+    forms: ClassVar[dict[str, Callable[..., Any]]] = {}
     parallel: SequenceParallel | None = None
     vision: dict[str, VisionShard] = field(default_factory=dict)
     checksum: int = 0
@@ -109,9 +112,29 @@ class RowShard(SequenceBoundaries):
         moved = super().to(device, non_blocking)
         return moved if moved is self else replace(moved, row=self.row.to(device, non_blocking))
 
-    def layer_kwargs(self) -> dict[str, Any]:
-        # A layer cannot use the lengths of pieces alone.
-        return {"boundaries": self}
+    @property
+    def ends(self) -> torch.Tensor:
+        """int64: the index of the last token of each document that ends in this part. No host sync."""
+        ends = super().ends
+        return ends[: len(ends) - self.goes_on]
+
+    @property
+    def first_tokens(self) -> torch.Tensor:
+        """int64: the index of the first token of each document that begins in this part. No host sync."""
+        return super().first_tokens[int(self.tokens_before > 0) :]
+
+    def next_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return for each token of `tokens` `[1, T / P, ...]` the next one in the row. All ranks must call it."""
+        first = all_gather(tokens[:, :1], 1, self.processes.group)
+        at = (self.rank + 1) % self.size
+        return torch.cat([tokens[:, 1:], first[:, at : at + 1]], dim=1)
+
+    def has_masked_targets(self, labels: Any, shift_labels: Any) -> bool:
+        """Raise a `ValueError` if there is no `shift_labels` with `labels`: the last target is in another part."""
+        if labels is not None and shift_labels is None:
+            fix = "Cut the batch with transformers_packed.parallel.shard_batch."
+            raise input_error("shift_labels in addition to labels for a shard of a row", "labels alone", fix)
+        return True
 
     def vision_features(self, kind: str, features: torch.Tensor) -> torch.Tensor:
         """Exchange the features of this rank's frames for the features of its tokens."""
@@ -125,9 +148,6 @@ class RowShard(SequenceBoundaries):
         if self.parallel is None:
             raise input_error("a shard with a process group", "one without", "Pass parallel= to shard_batch.")
         return self.parallel
-
-    def check_whole(self, fix: str) -> None:
-        raise input_error("a whole row", f"part {self.rank} of {self.size}", fix)
 
 
 # Batch columns whose last dimension has one entry per token.

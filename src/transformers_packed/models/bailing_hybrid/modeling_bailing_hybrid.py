@@ -90,7 +90,7 @@ class BailingHybridDeltaAttention(builtin.BailingHybridDeltaAttention):
             fix = "Exclude conv1d from the adapted or replaced modules."
             raise input_error("conv1d as a torch.nn.Conv1d, whose weight is read directly", got, fix)
         kwargs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-        boundaries = SequenceBoundaries.from_kwargs(kwargs, length)
+        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, length)
         hidden_states = builtin.apply_mask_to_padding_states(hidden_states, attention_mask)
         mixed_qkv, z, g, beta = self.project(hidden_states)
 
@@ -144,7 +144,7 @@ class BailingHybridAttention(builtin.BailingHybridAttention):
         self, query, latent, shared, attention_mask, cache: Cache | None, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output `[B, T, H, V]` and the weights of attention, whose keys and values are made of latents."""
-        boundaries = SequenceBoundaries.from_kwargs(kwargs, query.shape[2])
+        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, query.shape[2])
         # The cache has the latents.
         if cache is not None:
             latent, shared = cache.update(latent, shared, self.layer_idx)

@@ -79,7 +79,7 @@ class KimiLinearAttention(builtin.KimiLinearAttention):
         self, query, latent, shared, attention_mask, cache: Cache | None, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output `[B, T, H, V]` and the weights of attention, whose keys and values are made of latents."""
-        boundaries = SequenceBoundaries.from_kwargs(kwargs, query.shape[2])
+        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, query.shape[2])
         # The cache has the latents.
         if cache is not None:
             latent, shared = cache.update(latent, shared, self.layer_idx)

@@ -78,7 +78,7 @@ class OlmoHybridGatedDeltaNet(builtin.OlmoHybridGatedDeltaNet):
             fix = "Exclude conv1d from the adapted or replaced modules."
             raise input_error("conv1d as a torch.nn.Conv1d, whose weight is read directly", got, fix)
         kwargs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-        boundaries = SequenceBoundaries.from_kwargs(kwargs, length)
+        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, length)
         hidden_states = builtin.apply_mask_to_padding_states(hidden_states, attention_mask)
         mixed_qkv, z, g, beta = self.project(hidden_states)
 
@@ -119,7 +119,7 @@ class OlmoHybridAttention(builtin.OlmoHybridAttention):
         cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
         query, key, value = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (
             x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (self.q_norm(query), self.k_norm(key), value)

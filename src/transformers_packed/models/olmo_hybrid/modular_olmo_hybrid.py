@@ -47,7 +47,7 @@ class OlmoHybridAttention(builtin.OlmoHybridAttention):
         cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
         query, key, value = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (
             x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (self.q_norm(query), self.k_norm(key), value)

@@ -91,7 +91,7 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
             fix = "Exclude conv1d from the adapted or replaced modules."
             raise input_error("conv1d as a torch.nn.Conv1d, whose weight is read directly", got, fix)
         kwargs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-        boundaries = SequenceBoundaries.from_kwargs(kwargs, length)
+        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, length)
         hidden_states = builtin.apply_mask_to_padding_states(hidden_states, attention_mask)
         mixed_qkv, z, g, beta = self.project(hidden_states)
 
@@ -168,7 +168,7 @@ class Qwen3NextAttention(builtin.Qwen3NextAttention):
         cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
         query, key, value, gate = self.project(hidden_states, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)

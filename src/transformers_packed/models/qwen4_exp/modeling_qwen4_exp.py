@@ -31,6 +31,7 @@ from ...ops import (
 from ...ops.contexts import with_contexts
 from ...ops.indexed_attention import Index, choose_blocks, indexed_attention, needs_index, tokens_of_blocks
 from ...ops.streams import add_to_streams, mix_streams, stream_gates
+from ...shared_prompts import SharedPrompts
 from ..experts import run_experts
 from ..family import INDEXER_UNDER_ZERO_3
 from ..inputs import PackingKwargs, without_packing
@@ -103,7 +104,7 @@ class Qwen4ExpTextGatedDeltaNet(builtin.Qwen4ExpTextGatedDeltaNet):
             fix = "Exclude conv1d from the adapted or replaced modules."
             raise input_error("conv1d as a torch.nn.Conv1d, whose weight is read directly", got, fix)
         kwargs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-        boundaries = SequenceBoundaries.from_kwargs(kwargs, length)
+        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, length)
         hidden_states = builtin.apply_mask_to_padding_states(hidden_states, attention_mask)
         mixed_qkv, z, g, beta = self.project(hidden_states)
 
@@ -271,7 +272,7 @@ class Qwen4ExpTextAttention(builtin.Qwen4ExpTextAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if gathers_weights(self.indexer):
             raise input_error(*INDEXER_UNDER_ZERO_3)
-        boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
         # With a cache, these are the positions of its tokens too.
         length = hidden_states.shape[1]
         query, key, value, gate = self.project(hidden_states, *(x[:, -length:] for x in position_embeddings))
@@ -424,7 +425,7 @@ class Qwen4ExpTextDecoderLayer(builtin.Qwen4ExpTextDecoderLayer):
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
         if self.ple is not None:
-            boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+            boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
             earlier: Any = cache if boundaries is None else boundaries
             hidden_states = hidden_states + self.ple(hidden_states, ple_input_ids, earlier, conv_mask=conv_mask)
 
@@ -449,8 +450,8 @@ class Qwen4ExpTextModel(PackedTextModelMixin, builtin.Qwen4ExpTextModel):
     _supports_flex_attn = False
 
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs: Any) -> Any:
-        if boundaries is not None and boundaries.is_shard:
-            boundaries.check_whole("Train this model without sequence parallelism.")
+        if boundaries is not None:
+            boundaries.check_kind("this model", SharedPrompts)
         return super().forward_with_boundaries(boundaries, **inputs)
 
 

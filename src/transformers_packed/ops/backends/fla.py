@@ -9,7 +9,7 @@ from threading import RLock
 
 import torch
 
-from ...boundaries import SequenceBoundaries
+from ...boundaries import DeviceBoundaries, SequenceBoundaries
 from ...foreign import swapped
 from . import chunk_indices, importable, verify_convolution
 
@@ -93,7 +93,7 @@ def verify_kimi_delta_rule(query, key, value, g, beta, *, lower_bound=None, boun
         return False, reason
     if lower_bound is not None and lower_bound < -5:
         return False, f"supports lower bounds from -5, not {lower_bound}"
-    if boundaries is not None and boundaries.device_only:
+    if isinstance(boundaries, DeviceBoundaries):
         return False, "was not tested on rows whose lengths are on the GPU alone"
     ok, reason = importable("fla", "flash-linear-attention")
     if ok and boundaries is not None:

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from ...boundaries import CHUNK_SIZE, SequenceBoundaries
+from ...boundaries import CHUNK_SIZE, DeviceBoundaries, SequenceBoundaries
 from . import chunk_indices
 from .flash_qla_kernels import Kernels, compile_together, start_threads
 
@@ -43,7 +43,7 @@ def verify_gated_delta_rule(
         return False, "is used only for packed rows if there are states"
     if torch.cuda.get_device_capability(query.device) not in ((9, 0), (10, 0), (10, 3)):
         return False, "needs a GPU of compute capability 9.0, 10.0 or 10.3"
-    if not _problem() and boundaries is not None and boundaries.device_only and not _knows_metadata():
+    if not _problem() and isinstance(boundaries, DeviceBoundaries) and not _knows_metadata():
         return False, "prepares rows in another way than version 0.1.3, which CUDA graphs need"
     return not _problem(), _problem()
 
@@ -77,7 +77,7 @@ def _prepared(boundaries: SequenceBoundaries) -> torch.Tensor:
     from flash_qla.utils.index import prepare_varlen_metadata
 
     cu_seqlens = boundaries.cu_seqlens
-    if not boundaries.device_only:
+    if not isinstance(boundaries, DeviceBoundaries):
         return prepare_varlen_metadata(cu_seqlens, boundaries.cu_seqlens_cpu)
     # `prepare_varlen_metadata` reads the host copy, which a CUDA graph has not. The verifier has compared the layout.
     setattr(cu_seqlens, _METADATA, _metadata(boundaries))

@@ -61,6 +61,6 @@ class DocumentNoise(TrainerCallback):
 def document_lengths(boundaries: SequenceBoundaries) -> torch.Tensor:
     """int32 `[1, T]`: the length of each token's document. For a shard of a row, the whole document counts."""
     row = boundaries.row if isinstance(boundaries, RowShard) else boundaries
-    row.check_whole("Set neftune_noise_alpha to None.")
+    row.check_kind("neftune_noise_alpha")
     lengths = row.cu_seqlens.diff()[row.seq_idx.long()]
     return boundaries.of_row(lengths) if isinstance(boundaries, RowShard) else lengths
