@@ -188,5 +188,5 @@ class ParallelModelTest(unittest.TestCase):
     def test_what_cannot_be_is_refused(self):
         for messages in run_processes(_run_errors, 2):
             self.assertEqual(len(messages), 3)
-            for message, part in zip(messages, ("shift_labels", "attention weights", "lm_head"), strict=True):
+            for message, part in zip(messages, ("shift_labels", "output_attentions", "lm_head"), strict=True):
                 self.assertIn(part, message)

@@ -125,7 +125,7 @@ class MtpRow:
     def following(self, tokens: torch.Tensor, fill: float) -> torch.Tensor:
         """Return for each row of the head what belongs to the token after its own, and `fill` if there is none."""
         if self.successors is None:
-            return following(tokens, self.boundaries, fill)
+            return fill_ends(self.boundaries.next_tokens(tokens), self.boundaries, fill)
         return tokens.index_select(1, self.successors.tokens)
 
     def of_row(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -149,14 +149,6 @@ def _whole(inputs: dict[str, Any], embeddings: torch.Tensor) -> PaddedBatch:
         boundaries = SequenceBoundaries.from_lengths([length] * rows, device=embeddings.device)
         batch = PaddedBatch(boundaries, torch.arange(rows * length, device=embeddings.device), (rows, length))
     return batch
-
-
-def following(tokens: torch.Tensor, boundaries: SequenceBoundaries, fill: float) -> torch.Tensor:
-    """Return for each token of a row `[1, T, ...]` what belongs to the next one, and `fill` at the end of a document.
-
-    The next token of a shard's last one is in the shard of the next rank. All ranks must call it.
-    """
-    return fill_ends(boundaries.next_tokens(tokens), boundaries, fill)
 
 
 def fill_ends(tokens: torch.Tensor, boundaries: SequenceBoundaries, fill: float) -> torch.Tensor:

@@ -94,6 +94,8 @@ def attention(
     if boundaries is None:
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
         return interface(module, query, key, value, attention_mask, **options, **kwargs)
+    if kwargs.get("output_attentions"):
+        boundaries.check_kind("attention with output_attentions")
     options |= {"boundaries": boundaries, "eager": eager, **kwargs}
     return run("attention", impl, implementations(module), module, query, key, value, **options)
 

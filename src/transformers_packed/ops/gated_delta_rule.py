@@ -93,7 +93,7 @@ def gated_delta_rule(
     ```
     """
     check_groups(key, value)
-    check_state(key, value, initial_state, boundaries)
+    check_state(key, value, initial_state, output_final_state, boundaries)
     options = {"initial_state": initial_state, "output_final_state": output_final_state, "boundaries": boundaries}
     options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
     return run("gated_delta_rule", impl, IMPLEMENTATIONS, query, key, value, g, beta, **options)
@@ -110,9 +110,12 @@ def check_state(
     key: torch.Tensor,
     value: torch.Tensor,
     initial_state: torch.Tensor | None,
+    output_final_state: bool,
     boundaries: SequenceBoundaries | None,
 ) -> None:
-    """Raise an error if there is not one initial state for each sequence."""
+    """Raise an error if there is not one initial state for each sequence, or if a row has no states."""
+    if boundaries is not None and (initial_state is not None or output_final_state):
+        boundaries.check_kind("a delta rule with initial or final states")
     if initial_state is None:
         return
     sequences = len(key) if boundaries is None else boundaries.num_documents

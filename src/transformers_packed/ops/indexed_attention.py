@@ -167,6 +167,8 @@ def indexed_attention(
         `ValueError`: the layer has another attention implementation.
     """
     check(module)
+    if options.get("output_attentions"):
+        boundaries.check_kind("attention with output_attentions")
     function = form_of("indexed_attention", boundaries) or _of_row
     if torch.compiler.is_compiling():
         return outside_of_graphs(function, module, query, key, value, index, boundaries=boundaries, **options)

@@ -92,7 +92,7 @@ def kimi_delta_rule(
     """
     check_groups(key, value)
     _check_gate(key, value, g, a_log, dt_bias, lower_bound)
-    check_state(key, value, initial_state, boundaries)
+    check_state(key, value, initial_state, output_final_state, boundaries)
     gate = {"a_log": a_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
     options: dict[str, Any] = {"initial_state": initial_state, "output_final_state": output_final_state}
     options |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "boundaries": boundaries}

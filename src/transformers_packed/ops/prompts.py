@@ -81,12 +81,8 @@ def attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[`ops.attention`] on a row with shared prompts: query `[1, H, T, D]`, key and value `[1, HKV, T, D]`."""
-    for name, given in (
-        ("attention weights", options.get("output_attentions")),
-        ("flex_attention", implementation_of(module) == "flex_attention"),
-    ):
-        if given:
-            raise unsupported(boundaries.kind, name, "Use sdpa, without attention weights.")
+    if implementation_of(module) == "flex_attention":
+        raise unsupported(boundaries.kind, "flex_attention", "Use sdpa.")
     layout = boundaries.layout
     alone = layout.alone
     others: list[torch.Tensor] = []
@@ -126,8 +122,6 @@ def indexed_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[`ops.indexed_attention`] on a row with shared prompts: query `[1, H, T, D]`, key and value `[1, HKV, T, D]`."""
-    if options.get("output_attentions"):
-        raise unsupported(boundaries.kind, "attention weights", "Leave output_attentions out.")
     keys, copies = boundaries.layout.keys
     key, value = (repeat_rows(x[0].transpose(0, 1), copies).transpose(0, 1)[None] for x in (key, value))
     of_keys = {name: getattr(index, name)[:, copies.rows] for name in ("key", "cos", "sin")}
@@ -199,8 +193,6 @@ def _by_levels(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Run a delta rule on query, key, value, g and beta. Where `g` is `no_decay`, it leaves the state as it is."""
-    if initial_state is not None or output_final_state:
-        raise unsupported(boundaries.kind, "initial or final states", "Run the documents one by one.")
     key_dim, normalizes = inputs[1].shape[-1], options.get("use_qk_l2norm_in_kernel", False)
     levels, sources, destinations = boundaries.layout.levels(key_dim)
     if sources is not None:

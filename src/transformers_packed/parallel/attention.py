@@ -6,7 +6,7 @@ import torch
 
 from .. import ops
 from ..boundaries import SequenceBoundaries
-from ..errors import input_error, unsupported
+from ..errors import input_error
 from ..ops.attention import (
     attention_of_last_queries,
     attention_with_earlier_keys,
@@ -41,8 +41,6 @@ def attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[`ops.attention`] on a part of a row: query `[1, H, L, D]`, key and value `[1, HKV, L, D]`."""
-    if options.get("output_attentions"):
-        raise unsupported(boundaries.kind, "attention weights", "Leave output_attentions out.")
     shard, options["dropout"] = boundaries, dropout
     size, heads, kv_heads = shard.size, query.shape[1], key.shape[1]
     # With "gather", the rank after the cut of a long document has most of the work and needs a kernel for earlier

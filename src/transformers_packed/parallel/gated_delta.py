@@ -32,7 +32,7 @@ import torch
 
 from .. import ops
 from ..boundaries import SequenceBoundaries
-from ..errors import input_error, unsupported
+from ..errors import input_error
 from ..ops.backends import fla
 from ..ops.convolution import slots_of, triton_qkv, verify_triton_qkv
 from ..ops.dispatch import for_rows, ran
@@ -135,8 +135,6 @@ def gated_delta_rule(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[`ops.gated_delta_rule`] on a part of a row, by the method of the shard's `parallel`."""
-    if initial_state is not None or output_final_state:
-        raise unsupported(boundaries.kind, "initial or final states", "Run whole rows.")
     shard, tensors = boundaries, (query, key, value, g, beta)
     if shard.processes.gated_delta_rule == "heads":
         return _by_heads(ops.gated_delta_rule, shard, *tensors, impl=impl, **options), None
@@ -164,8 +162,6 @@ def kimi_delta_rule(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[`ops.kimi_delta_rule`] on a part of a row, by the method of the shard's `parallel`."""
-    if initial_state is not None or output_final_state:
-        raise unsupported(boundaries.kind, "initial or final states", "Run whole rows.")
     by_heads = boundaries.processes.gated_delta_rule == "heads"
     if by_heads and a_log is not None and dt_bias is not None:
         # The parameters of the heads of this process.

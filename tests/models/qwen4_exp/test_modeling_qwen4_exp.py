@@ -146,7 +146,9 @@ class Qwen4ExpModelTest(
     def test_a_part_of_a_row_is_refused(self):
         _, model = self.models()
         part = shard_batch(packed_batch(self.documents, "cu_seqlens"), 0, 2)
-        with self.assertRaisesRegex(ValueError, "this model does not support a part of a row. Train without sequence parallelism"):
+        with self.assertRaisesRegex(
+            ValueError, "this model does not support a part of a row. Train without sequence parallelism"
+        ):
             model(**part)
 
     def test_half_precision(self):
