@@ -166,9 +166,6 @@ class Layout:
             Where the ops run.
     """
 
-    # The runs that continue another one.
-    continued: list[int]
-
     def __init__(self, lengths: list[int], parent_of: Sequence[int], device: torch.device):
         self._lengths, self._parent_of, self._device = lengths, parent_of, device
         self._found: dict[tuple[str, int], Any] = {}
@@ -180,6 +177,7 @@ class Layout:
             if parent != document - 1 or parent < 0
         ]
         self._run_lengths = np.diff([*(start for start, _ in self._runs), starts[-1]]).tolist()
+        # The runs that continue another one.
         self.continued = [run for run, (_, after) in enumerate(self._runs) if after >= 0]
         # The first run that continues another one.
         self._first = self.continued[0] if self.continued else len(self._runs)

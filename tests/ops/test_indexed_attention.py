@@ -165,7 +165,9 @@ class IndexedAttentionTest(unittest.TestCase):
         got, want = (torch.autograd.grad(x, qkv, upstream) for x in (output, expected))
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-        with self.assertRaisesRegex(ValueError, "attention with output_attentions does not support a row with shared prompts"):
+        with self.assertRaisesRegex(
+            ValueError, "attention with output_attentions does not support a row with shared prompts"
+        ):
             packed(ours, states, cos, sin, qkv, boundaries=boundaries, output_attentions=True)
 
     def test_when_an_index_is_needed(self):

@@ -389,7 +389,7 @@ def mask_targets_across_documents(
     # An assignment would copy the value from the host and wait for the GPU.
     last, final = (
         nowhere.index_fill(0, ends, True)[None, kept_tokens(logits_to_keep)]
-        for ends in (boundaries.cu_seqlens[1:].long() - 1, boundaries.final_tokens)
+        for ends in (boundaries.ends, boundaries.final_tokens)
     )
     for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
         if targets is not None and targets.shape != last.shape:

@@ -66,17 +66,12 @@ def causal_conv1d(
 
     ```
     """
-    check_channels(hidden_states, weight)
-    call = (hidden_states, weight, bias, activation)
-    return run("causal_conv1d", impl, IMPLEMENTATIONS, *call, boundaries=boundaries)
-
-
-def check_channels(hidden_states: torch.Tensor, weight: torch.Tensor) -> None:
-    """Raise an error if the shapes do not match those of [`causal_conv1d`]."""
     if weight.ndim != 2 or hidden_states.ndim != 3 or hidden_states.shape[-1] != weight.shape[0]:
         got = f"{tuple(hidden_states.shape)} and {tuple(weight.shape)}"
         fix = "Squeeze the middle dimension of a Conv1d weight, and put channels last."
         raise input_error("hidden_states [B, T, D] and weight [D, W]", got, fix)
+    call = (hidden_states, weight, bias, activation)
+    return run("causal_conv1d", impl, IMPLEMENTATIONS, *call, boundaries=boundaries)
 
 
 def causal_conv1d_qkv(
@@ -135,12 +130,12 @@ def causal_conv1d_qkv(
 
     ```
     """
-    check_heads(hidden_states, weight, key_heads, key_dim, value_dim)
+    _check_heads(hidden_states, weight, key_heads, key_dim, value_dim)
     options = {"key_heads": key_heads, "key_dim": key_dim, "value_dim": value_dim, "boundaries": boundaries}
     return run("causal_conv1d_qkv", impl, QUERY_KEY_VALUE, hidden_states, weight, bias, activation, **options)
 
 
-def check_heads(hidden_states: torch.Tensor, weight: torch.Tensor, key_heads: int, key_dim: int, value_dim: int):
+def _check_heads(hidden_states: torch.Tensor, weight: torch.Tensor, key_heads: int, key_dim: int, value_dim: int):
     """Raise an error if the channels are not whole heads of queries, keys and values."""
     channels = hidden_states.shape[-1]
     values = channels - 2 * key_heads * key_dim

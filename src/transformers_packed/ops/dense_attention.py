@@ -132,7 +132,7 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
 
 
-def verify(module, query, key, value, *, dropout=0.0, boundaries=None, **options) -> tuple[bool, str]:
+def verify(module, query, key, value, *, boundaries, dropout=0.0, **options) -> tuple[bool, str]:
     """Verifier of [`dense_attention`]."""
     if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) != (9, 0):
         return False, "needs tensors on a GPU of compute capability 9.0"
@@ -143,7 +143,7 @@ def verify(module, query, key, value, *, dropout=0.0, boundaries=None, **options
         return False, "does not support dropout"
     if torch.are_deterministic_algorithms_enabled():
         return False, "has no deterministic backward"
-    if boundaries is None or isinstance(boundaries, DeviceBoundaries):
+    if isinstance(boundaries, DeviceBoundaries):
         return False, "needs the lengths of documents on the host"
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
     if not _supports(query, key, value, dtype):

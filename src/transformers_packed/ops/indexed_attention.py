@@ -166,21 +166,16 @@ def indexed_attention(
     Raises:
         `ValueError`: the layer has another attention implementation.
     """
-    check(module)
+    name = implementation_of(module)
+    if name not in ("sdpa", "eager"):
+        fix = 'Load the model with attn_implementation="sdpa".'
+        raise input_error('attention with an index as "sdpa" or "eager"', f'"{name}"', fix)
     if options.get("output_attentions"):
         boundaries.check_kind("attention with output_attentions")
     function = form_of("indexed_attention", boundaries) or _of_row
     if torch.compiler.is_compiling():
         return outside_of_graphs(function, module, query, key, value, index, boundaries=boundaries, **options)
     return function(module, query, key, value, index, boundaries=boundaries, **options)
-
-
-def check(module: torch.nn.Module) -> None:
-    """Raise a `ValueError` unless the layer's attention implementation can take the mask of a chunk."""
-    name = implementation_of(module)
-    if name not in ("sdpa", "eager"):
-        fix = 'Load the model with attn_implementation="sdpa".'
-        raise input_error('attention with an index as "sdpa" or "eager"', f'"{name}"', fix)
 
 
 def _of_row(module, query, key, value, index: Index, *, boundaries: SequenceBoundaries, **options):

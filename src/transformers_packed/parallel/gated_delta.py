@@ -122,20 +122,15 @@ def causal_conv1d_qkv(
 
 @for_rows(RowShard)
 def gated_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
+    *tensors: torch.Tensor,
     boundaries: RowShard,
     initial_state: None = None,
     output_final_state: bool = False,
     impl: str = "auto",
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[`ops.gated_delta_rule`] on a part of a row, by the method of the shard's `parallel`."""
-    shard, tensors = boundaries, (query, key, value, g, beta)
+    """[`ops.gated_delta_rule`] of query, key, value, g and beta on a part of a row, by the method of its `parallel`."""
+    shard = boundaries
     if shard.processes.gated_delta_rule == "heads":
         return _by_heads(ops.gated_delta_rule, shard, *tensors, impl=impl, **options), None
     # Assume that flash-linear-attention takes twice the time of FlashQLA per token. Then two pieces of a quarter of
@@ -148,12 +143,7 @@ def gated_delta_rule(
 
 @for_rows(RowShard)
 def kimi_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
+    *tensors: torch.Tensor,
     boundaries: RowShard,
     a_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
@@ -161,13 +151,13 @@ def kimi_delta_rule(
     output_final_state: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[`ops.kimi_delta_rule`] on a part of a row, by the method of the shard's `parallel`."""
+    """[`ops.kimi_delta_rule`] of query, key, value, g and beta on a part of a row, by the method of its `parallel`."""
     by_heads = boundaries.processes.gated_delta_rule == "heads"
     if by_heads and a_log is not None and dt_bias is not None:
         # The parameters of the heads of this process.
         a_log, dt_bias = (x.chunk(boundaries.size)[boundaries.rank] for x in (a_log, dt_bias))
     method, options = _by_heads if by_heads else _by_states, options | {"a_log": a_log, "dt_bias": dt_bias}
-    return method(ops.kimi_delta_rule, boundaries, query, key, value, g, beta, **options), None
+    return method(ops.kimi_delta_rule, boundaries, *tensors, **options), None
 
 
 def _by_heads(rule: Callable, shard: RowShard, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
