@@ -7,7 +7,7 @@ from parameterized import parameterized
 from torch.distributed.utils import _apply_to_tensors
 
 from transformers_packed import SequenceBoundaries
-from transformers_packed.boundaries import DeviceBoundaries
+from transformers_packed.device_boundaries import DeviceBoundaries
 from transformers_packed.models.inputs import resolve_boundaries
 from transformers_packed.parallel import RowShard
 from transformers_packed.shared_prompts import SharedPrompts

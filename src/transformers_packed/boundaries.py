@@ -406,11 +406,7 @@ class SequenceBoundaries:
         return values[name]
 
     def kernel_kwargs(self) -> dict[str, Any]:
-        """Return these boundaries under the names that Transformers and kernels have for them.
-
-        They are `seq_idx`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, and `cu_seqlens`. Layers of
-        this package take `boundaries`.
-        """
+        """Return these boundaries under all names of `LAYER_KEYWORDS`, for kernels and layers of Transformers."""
         kwargs = dict.fromkeys(("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"), self.cu_seqlens)
         return kwargs | dict.fromkeys(("max_length_q", "max_length_k"), self.max_length) | {"seq_idx": self.seq_idx}
 
@@ -494,39 +490,6 @@ class SequenceBoundaries:
             expected = f"an attention_mask whose rows hold {short(self.lengths)} real tokens"
             raise input_error(expected, short(counts), "Pass the mask that these boundaries were built from.")
         return mask.flatten().nonzero()[:, 0]
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceBoundaries(SequenceBoundaries):
-    """Boundaries without a host copy, as in a CUDA graph that is replayed for different documents.
-
-    `cu_seqlens` may be overwritten in place, documents may be empty, and the last one must be. Counts on the host are
-    upper bounds.
-
-    Args:
-        advice (`str`):
-            The advice in the error of an op that needs the host copy.
-    """
-
-    advice: str = ""
-
-    @property
-    def cu_seqlens_cpu(self) -> torch.Tensor:
-        raise unsupported("a row without lengths on the host", "an op that reads them", self.advice)
-
-    @property
-    def total_length(self) -> int:
-        assert self.length is not None
-        return self.length
-
-    max_length = total_length
-
-    def chunk_counts(self, size: int) -> tuple[torch.Tensor, int]:
-        counts = (self.cu_seqlens.diff() + (size - 1)) // size
-        total = self.total_length // size + self.num_documents
-        # The unused chunks are assigned to the empty document at the end, where kernels have nothing to compute.
-        counts[-1:] += total - counts.sum()
-        return counts, total
 
 
 def may_read(value: Any) -> bool:

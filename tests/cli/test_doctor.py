@@ -22,7 +22,7 @@ from transformers_packed import SequenceBoundaries
 from transformers_packed.cli import diagnosis, env, main
 from transformers_packed.ops import dense_attention, example
 from transformers_packed.ops.backends import fla, flash_qla, triton
-from transformers_packed.ops.dispatch import Implementation, always
+from transformers_packed.ops.dispatch import Implementation
 from transformers_packed.ops.gated_delta_rule import IMPLEMENTATIONS
 
 
@@ -181,7 +181,7 @@ class MachineTest(unittest.TestCase):
 
     def test_what_would_run_is_what_the_verifiers_say(self):
         refuses = Implementation(run=None, verify=lambda *args, **kwargs: (False, "needs a reason"))
-        table = {"a": refuses, "b": Implementation(run=None, verify=always), "c": refuses}
+        table = {"a": refuses, "b": Implementation(run=None), "c": refuses}
         with gpu(), mock.patch.dict(IMPLEMENTATIONS, table, clear=True):
             stdout = doctor()[1]
         rows = sections(stdout)["On cuda, bfloat16, a packed row would train with"]

@@ -374,7 +374,9 @@ class RefusalsTest(unittest.TestCase):
     def test_other_families(self):
         model = patch_model(tiny_model("lara_mini"))
         batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "cu_seqlens": torch.tensor([0, 2, 4])}
-        with self.assertRaisesRegex(ValueError, "a family without classes of this package .* does not support a row with shared prompts"):
+        with self.assertRaisesRegex(
+            ValueError, "a family without classes of this package .* does not support a row with shared prompts"
+        ):
             model(**batch, parent_of=torch.tensor([-1, 0]))
 
     def test_boundaries_without_documents(self):

@@ -6,7 +6,7 @@ import torch
 from common.fused import errors, guarded_buffers
 
 from transformers_packed import SequenceBoundaries
-from transformers_packed.boundaries import DeviceBoundaries
+from transformers_packed.device_boundaries import DeviceBoundaries
 
 
 LENGTHS = (5, 1, 16, 33)

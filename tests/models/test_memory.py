@@ -17,7 +17,7 @@ from transformers_packed import DataCollatorWithFlattening, registered
 from transformers_packed.boundaries import CHUNK_SIZE
 from transformers_packed.models.families import sizes_of
 from transformers_packed.models.memory import layer_memory
-from transformers_packed.ops.dispatch import Implementation, always
+from transformers_packed.ops.dispatch import Implementation
 
 
 TOKENS = 64
@@ -87,10 +87,10 @@ def convolve(hidden_states, weight, bias, activation, **options):
 
 # In place of the kernels of other packages: the op, its table and the kernel.
 STAND_INS = {
-    ("gated_delta_rule", "IMPLEMENTATIONS"): {"flash_qla": Implementation(delta_rule, always)},
-    ("kimi_delta_rule", "IMPLEMENTATIONS"): {"fla": Implementation(delta_rule, always)},
-    ("convolution", "IMPLEMENTATIONS"): {"fla": Implementation(convolve, always)},
-    ("attention", "IMPLEMENTATIONS"): {"sdpa": {"varlen_attn": Implementation(attend, always)}},
+    ("gated_delta_rule", "IMPLEMENTATIONS"): {"flash_qla": Implementation(delta_rule)},
+    ("kimi_delta_rule", "IMPLEMENTATIONS"): {"fla": Implementation(delta_rule)},
+    ("convolution", "IMPLEMENTATIONS"): {"fla": Implementation(convolve)},
+    ("attention", "IMPLEMENTATIONS"): {"sdpa": {"varlen_attn": Implementation(attend)}},
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
-from transformers_packed.boundaries import DeviceBoundaries
+from transformers_packed.device_boundaries import DeviceBoundaries
 from transformers_packed.ops import backends
 from transformers_packed.ops.backends import causal_conv1d, fla, flash_qla
 

@@ -131,5 +131,7 @@ class RowShardTest(unittest.TestCase):
     def test_functions_of_one_document_want_whole_rows(self):
         # They would treat its pieces as documents.
         shard = RowShard.cut(SequenceBoundaries.from_lengths([3, 1]), 1, 2)
-        with self.assertRaisesRegex(ValueError, "a function of each document does not support a part of a row. Train without sequence"):
+        with self.assertRaisesRegex(
+            ValueError, "a function of each document does not support a part of a row. Train without sequence"
+        ):
             ops.per_document(lambda x: x, torch.ones(1, 2), boundaries=shard)

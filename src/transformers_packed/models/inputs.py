@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
 from inspect import Parameter
-from typing import Any, get_type_hints, overload
+from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -352,21 +352,13 @@ def warn_of_rope(config: Any) -> None:
         )
 
 
-@overload
-def mask_targets_across_documents(
-    boundaries: SequenceBoundaries, labels: torch.Tensor, kwargs: dict, logits_to_keep: int | torch.Tensor = 0
-) -> torch.Tensor: ...
-@overload
-def mask_targets_across_documents(
-    boundaries: SequenceBoundaries, labels: None, kwargs: dict, logits_to_keep: int | torch.Tensor = 0
-) -> None: ...
 def mask_targets_across_documents(
     boundaries: SequenceBoundaries,
     labels: torch.Tensor | None,
     kwargs: dict[str, Any],
     logits_to_keep: int | torch.Tensor = 0,
-) -> torch.Tensor | None:
-    """Mask the targets in `labels` `[1, T]` that make a document's last token predict the next document's first token.
+) -> Any:
+    """Mask the targets in `labels` `[1, T]`, or `None`, that make a document's last token predict the next document's first token.
 
     `shift_labels` in `kwargs`, whose targets are one token earlier, is masked in the same way. It may have a target at
     the end of a document that others continue, which is the first token of all of these. The loss of each document is

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..boundaries import DeviceBoundaries, SequenceBoundaries
+from ..boundaries import SequenceBoundaries
+from ..device_boundaries import DeviceBoundaries
 from ..foreign import swapped
 from ..ops.autograd import first_order
 

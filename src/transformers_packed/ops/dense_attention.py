@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..boundaries import DeviceBoundaries, SequenceBoundaries
+from ..boundaries import SequenceBoundaries
+from ..device_boundaries import DeviceBoundaries
 from .autograd import compute_dtype
 from .per_document import BucketLayout, cheapest_groups, in_batches, layout_of, spans
 

@@ -9,7 +9,8 @@ from threading import RLock
 
 import torch
 
-from ...boundaries import DeviceBoundaries, SequenceBoundaries
+from ...boundaries import SequenceBoundaries
+from ...device_boundaries import DeviceBoundaries
 from ...foreign import swapped
 from . import chunk_indices, importable, verify_convolution
 

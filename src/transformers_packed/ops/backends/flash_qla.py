@@ -5,7 +5,8 @@ from functools import lru_cache
 
 import torch
 
-from ...boundaries import CHUNK_SIZE, DeviceBoundaries, SequenceBoundaries
+from ...boundaries import CHUNK_SIZE, SequenceBoundaries
+from ...device_boundaries import DeviceBoundaries
 from . import chunk_indices
 from .flash_qla_kernels import Kernels, compile_together, start_threads
 
