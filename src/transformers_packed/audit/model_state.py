@@ -57,10 +57,7 @@ def _is_rate(item: Any, name: str, value: Any) -> bool:
 def _same_values(model: torch.nn.Module) -> Iterator[None]:
     """Restore what a forward stores in modules and configurations: modes, cached lengths, and buffers with their contents."""
     modules = list(model.modules())
-    namespaces: list[dict[str, Any]] = [
-        *map(vars, (*modules, *_configs(model))),
-        *(module._buffers for module in modules),
-    ]
+    namespaces = [vars(item) for item in (*modules, *_configs(model))] + [module._buffers for module in modules]
     entries = [(current, dict(current)) for current in namespaces]
     contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
     try:
