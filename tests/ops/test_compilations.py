@@ -70,34 +70,28 @@ class CompilationsTest(unittest.TestCase):
 
     @unittest.skipUnless(find_spec("triton"), "needs triton")
     def test_measurements_of_the_autotuner(self):
-        from triton import knobs
-        from triton.runtime.autotuner import Autotuner, Config
-        from triton.runtime.jit import JITFunction
+        from triton.runtime.autotuner import Autotuner
 
-        kernel = JITFunction.__new__(JITFunction)
-        kernel.__name__, kernel.run = "rule", lambda *args, **kwargs: None
-        times = iter([[2.0], [1.0]])
         tuner = Autotuner.__new__(Autotuner)
-        tuner.__dict__ |= {"fn": kernel, "base_fn": kernel, "arg_names": ["size"], "keys": ["size"], "cache": {}}
-        tuner.__dict__ |= {"configs": [Config({}, 4), Config({}, 8)], "cache_results": False, "nargs": None}
-        tuner.__dict__ |= {"_bench": lambda *args, **kwargs: next(times), "pre_hook": lambda *args, **kwargs: None}
-        tuner.__dict__ |= {"early_config_prune": None, "perf_model": None}
-        found, heard = [], []
-        with mock.patch.object(knobs.autotuning, "listener", lambda **event: heard.append(event["key"])):
+        tuner.cache, tuner.base_fn = {}, types.SimpleNamespace(__name__="rule")
+
+        def run(self, size, measures):
+            if size not in self.cache:
+                self.cache[size,] = self._bench() if measures else "from disk"
+
+        found = []
+        with mock.patch.object(Autotuner, "run", run), mock.patch.object(Autotuner, "_bench", lambda self: "best"):
+            methods = Autotuner.run, Autotuner._bench
             with compilations(found.append):
-                for _ in range(2):
-                    tuner.run(16)
-                knobs.autotuning.listener(
-                    fn=kernel, key=(32,), best_config=None, configs_timings={}, duration=None, cache_hit=True
-                )
-            self.assertEqual(heard, [(16,), (32,)])
+                for size, measures in ((16, True), (32, False)):
+                    tuner.run(size, measures)
+            self.assertEqual((Autotuner.run, Autotuner._bench), methods)
         kept = [(one.package, one.kernel, one.key, one.from_disk) for one in found]
         self.assertEqual(kept, [("autotune", "rule", "16", False), ("autotune", "rule", "32", True)])
-        self.assertIsNone(knobs.autotuning.listener)
-        with mock.patch.object(knobs, "autotuning", types.SimpleNamespace()):
+        with mock.patch("triton.runtime.autotuner.Autotuner", type("Autotuner", (), {})):
             with self.assertLogs("transformers_packed", "INFO") as logs, compilations(found.append):
                 pass
-        self.assertIn("Measurements of autotuned kernels are not recorded", logs.output[0])
+        self.assertIn("Kernels of this release of triton are not recorded", logs.output[0])
 
     def test_kernels_of_tilelang(self):
         class Kernel(Configured):

@@ -29,7 +29,7 @@ class Compilation:
         key (`str`):
             What selects this variant of the kernel.
         seconds (`float`):
-            Time that the caller waited. Of `"autotune"`, the time of the measurements.
+            Time that the caller waited.
         from_disk (`bool`):
             Whether it was loaded from the disk cache of its package.
     """
@@ -70,38 +70,40 @@ def caches() -> dict[str, tuple[str, str]]:
 @contextmanager
 def _triton(tell) -> Iterator[None]:
     from triton import knobs
+    from triton.runtime.autotuner import Autotuner
 
-    def compiled(*, src, times, cache_hit, **_):
-        tell(Compilation("triton", src.name, _triton_key(src), times.total / 1e6, cache_hit))
-
-    def tuned(*, fn, key, duration, cache_hit, **_):
-        tell(Compilation("autotune", fn.__name__, ", ".join(map(str, key)), duration or 0.0, cache_hit))
-
-    with ExitStack() as stack:
-        stack.enter_context(_listening(knobs.compilation, compiled))
-        # In triton since 3.8.
-        if hasattr(knobs.autotuning, "listener"):
-            stack.enter_context(_listening(knobs.autotuning, tuned))
-        else:
-            logger.info("Measurements of autotuned kernels are not recorded: this release of triton has no listener.")
+    if not hasattr(Autotuner, "_bench"):
+        logger.info("Kernels of this release of triton are not recorded: its Autotuner has no _bench.")
         yield
-
-
-@contextmanager
-def _listening(part: Any, hear: Callable[..., None]) -> Iterator[None]:
-    """Call `hear` with the events of a part of Triton's knobs, beside whoever listens already."""
-    before = part.listener
+        return
+    before, run, bench = knobs.compilation.listener, Autotuner.run, Autotuner._bench
+    measured: list[Autotuner] = []
 
     def listen(**event):
         if before is not None:
             before(**event)
-        hear(**event)
+        source = event["src"]
+        tell(Compilation("triton", source.name, _triton_key(source), event["times"].total / 1e6, event["cache_hit"]))
 
-    part.listener = listen
-    try:
-        yield
-    finally:
-        part.listener = before
+    def tuned(self, *args, **kwargs):
+        count, known, start = len(measured), len(self.cache), time.perf_counter()
+        result = run(self, *args, **kwargs)
+        if len(self.cache) > known:
+            name = getattr(self.base_fn, "__name__", "kernel")
+            keys = ", ".join(map(str, next(reversed(self.cache))))
+            tell(Compilation("autotune", name, keys, time.perf_counter() - start, len(measured) == count))
+        return result
+
+    def counted(self, *args, **kwargs):
+        measured.append(self)
+        return bench(self, *args, **kwargs)
+
+    with replaced(Autotuner, run=tuned, _bench=counted):
+        knobs.compilation.listener = listen
+        try:
+            yield
+        finally:
+            knobs.compilation.listener = before
 
 
 @contextmanager
@@ -126,10 +128,9 @@ def _triton_key(source) -> str:
     constants = {names[path[0]]: value for path, value in source.constants.items() if len(path) == 1}
     multiples = {names[path[0]] for path in source.attrs if len(path) == 1}
     for name, kind in source.signature.items():
-        if name in constants:
-            parts.append(f"{name}={constants[name]}")
-        else:
-            parts.append(f"{name}:{kind}:16" if name in multiples else f"{name}:{kind}")
+        parts.append(
+            f"{name}={constants[name]}" if name in constants else f"{name}:{kind}{':16' * (name in multiples)}"
+        )
     return ", ".join(parts)
 
 
