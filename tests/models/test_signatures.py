@@ -4,10 +4,15 @@ import inspect
 import types
 import typing
 import unittest
+from unittest import mock
 
 import torch
+from common.families import tiny_model
 from parameterized import parameterized
 
+from transformers_packed import patch_model
+from transformers_packed.boundaries import PACKING_KEYWORDS
+from transformers_packed.models import inputs
 from transformers_packed.models.families import FAMILIES, OWN, modeling_module
 from transformers_packed.models.generic import announce
 from transformers_packed.models.inputs import named_arguments
@@ -81,6 +86,21 @@ class SignaturesTest(unittest.TestCase):
 
 
 class ArgumentsTest(unittest.TestCase):
+    def test_a_call_is_settled_once_and_layers_get_boundaries_alone(self):
+        model, got = patch_model(tiny_model("qwen3_5_text")), []
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(lambda _, args, kwargs: got.append(kwargs), with_kwargs=True)
+        ids, mask = torch.arange(5, 11)[None], torch.ones(1, 6, dtype=torch.long)
+        with mock.patch.object(inputs, "tokens_of", wraps=inputs.tokens_of) as settle:
+            model(input_ids=ids, cu_seqlens=torch.tensor([0, 2, 6], dtype=torch.int32))
+            self.assertEqual(settle.call_count, 1)
+            model(input_ids=ids, attention_mask=mask, use_cache=False, packs_padding=False)
+            self.assertEqual(settle.call_count, 2)
+        packed, padded = got[: len(model.model.layers)], got[len(model.model.layers) :]
+        for kwargs, names in ((packed, {"boundaries"}), (padded, set())):
+            for given in kwargs:
+                self.assertEqual(given.keys() & {*PACKING_KEYWORDS, "boundaries", "settled"}, names)
+
     def test_all_names_of_the_cache(self):
         @takes_cache("past_key_values")
         def forward(self, cache=None):

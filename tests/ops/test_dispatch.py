@@ -7,6 +7,8 @@ from parameterized import parameterized
 from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import attention, causal_conv1d, dispatch, gated_delta_rule, implementations_used
 from transformers_packed.ops.dispatch import Implementation, choose, run
+from transformers_packed.parallel import RowShard
+from transformers_packed.shared_prompts import SharedPrompts
 
 
 LOGGER = "transformers_packed.ops.dispatch"
@@ -80,6 +82,14 @@ class DispatchTest(unittest.TestCase):
             table = {"fast": Implementation(torch.cos), "reference": Implementation(torch.sin)}
             compiled = torch.compile(lambda x, op=op, table=table: run(op, "auto", table, x), backend="eager")
             self.assertTrue(compiled(torch.ones(3)).equal(torch.ones(3).cos()), op)
+
+    def test_a_row_for_which_the_op_has_no_form(self):
+        whole = SequenceBoundaries.from_lengths([2, 2])
+        rows = [(SharedPrompts.of(whole, [-1, 0]), "a row with shared prompts. Train without shared prompts")]
+        rows.append((RowShard.cut(whole, 0, 2), "a part of a row. Train without sequence parallelism"))
+        for row, expected in rows:
+            with self.assertRaisesRegex(ValueError, f"^the op mix does not support {expected}"):
+                run("mix", "auto", {"reference": Implementation(print)}, boundaries=row)
 
     def test_a_name_that_cannot_serve(self):
         pattern = r'^expected an input that impl="first" supports, got first: needs a GPU\. Use impl="auto"'
