@@ -26,7 +26,8 @@ from transformers_packed import (
 )
 from transformers_packed.audit.tiny import tiny_model
 from transformers_packed.data.records.samples import make_samples, read_records
-from transformers_packed.ops import gated_delta_rule, prompts
+from transformers_packed.ops import gated_delta_rule, per_document, prompts
+from transformers_packed.parallel import RowShard
 from transformers_packed.shared_prompts import SharedPrompts
 from transformers_packed.training import verify
 from transformers_packed.training.callbacks.resume import PackingPlanCallback
@@ -195,7 +196,7 @@ def of_preferences() -> Calls:
     shared = SharedPrompts.of(LENGTHS, [-1, 0])
     layer = torch.nn.Module()
     layer.config = SimpleNamespace(_attn_implementation="flex_attention")
-    yield lambda: prompts.attention(layer, *[torch.zeros(1, 2, 5, 8)] * 3, None, boundaries=shared)
+    yield lambda: prompts.attention(layer, *[torch.zeros(1, 2, 5, 8)] * 3, boundaries=shared)
     yield lambda: SharedPrompts.of(LENGTHS, [0, -1])
     twice = dict.fromkeys(("parent_of", "prompt_of"), torch.tensor([-1, 0]))
     yield lambda: patch_model(tiny_model("qwen3_5_text"))(torch.ones(1, 5, dtype=torch.long), **twice)
@@ -211,7 +212,7 @@ def of_preferences() -> Calls:
     yield lambda: pack_dataset([{"input_ids": [5, 6], "turns": turns}], 8)
     yield lambda: PackingDataset([{"input_ids": [5, 6], "turns": turns}], 8)
     yield lambda: model(**{name: x for name, x in collator(samples).items() if name != "cu_seqlens"})
-    yield lambda: prompts.gated_delta_rule(*HEADS, boundaries=shared, initial_state=torch.zeros(2, 2, 8, 8))
+    yield lambda: gated_delta_rule(*HEADS, boundaries=shared, initial_state=torch.zeros(2, 2, 8, 8))
 
 
 def of_mtp() -> Calls:
@@ -230,6 +231,7 @@ def of_mtp() -> Calls:
 def of_ops() -> Calls:
     yield lambda: gated_delta_rule(*HEADS, boundaries=LENGTHS, initial_state=torch.zeros(1, 2, 8, 8))
     yield lambda: gated_delta_rule(*HEADS, boundaries=LENGTHS, impl="flash")
+    yield lambda: per_document(torch.cumsum, boundaries=RowShard.cut(LENGTHS, 0, 5))
 
 
 SECTIONS = {

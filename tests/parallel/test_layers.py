@@ -271,7 +271,7 @@ class WayOfTheStatesTest(unittest.TestCase):
                     mock.patch.object(attentions, "_by_heads", lambda *_, **__: "heads"),
                     mock.patch.object(attentions, "kernel_for_earlier_keys", lambda *_, found=kernel, **__: found),
                 ):
-                    found = attentions.attention(module, query, key, value, None, boundaries=shard)[0]
+                    found = attentions.attention(module, query, key, value, boundaries=shard)[0]
                 uneven = 4 * shard.longest_cut_piece > shard.total_length or kernel is None
                 self.assertEqual(found, "heads" if uneven else "gather")
 
