@@ -388,7 +388,8 @@ def loss_without_logits(
         loss = head_loss(head, kept, targets, **options)
     fields = {name: outputs.get(name) for name in (CACHE, "hidden_states", "attentions")}
     fields["make_logits"] = make_logits
-    aux_loss, routers = None, outputs.get("router_logits")
+    routers = outputs.get("router_logits")
+    aux_loss: Any = None
     if not sparse:
         # Some mixtures have no loss of their routers.
         if isinstance(outputs, MoeModelOutputWithPast):
