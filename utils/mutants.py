@@ -19,6 +19,7 @@ It fails if a mutant survives or does not apply. `--check` only looks at the lat
 
 import argparse
 import ast
+import importlib
 import json
 import multiprocessing
 import os
@@ -45,9 +46,9 @@ PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu")
 # A mutant may run forever, for example if one of several processes waits for the others.
 TIME_LIMIT = 1200.0
 PACKAGES = ("torch", "transformers", "triton", "peft", "trl")
-# To import these takes longer than most of the tests. Each run is a fork of a process that has done so.
+# To import these takes longer than most of the tests. Each run is a fork of this process, which has done so.
 LIBRARIES = ["pytest", "torch._dynamo", "transformers.modeling_utils", "transformers.trainer"]
-FORKS = multiprocessing.get_context("forkserver")
+FORKS = multiprocessing.get_context("fork")
 # As in conftest.py, but before the imports. The GPU is hidden, because interpreted kernels are to be tested.
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -167,7 +168,8 @@ def kill(mutant: dict[str, Any], copy: Path) -> dict[str, Any]:
 def kill_all(mutants: Sequence[dict[str, Any]], jobs: int) -> list[dict[str, Any]]:
     """Return the results of mutants. A test that also fails without them kills none."""
     os.environ.update(ENVIRONMENT)
-    FORKS.set_forkserver_preload(LIBRARIES)
+    for library in LIBRARIES:
+        importlib.import_module(library)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies: queue.Queue[Path] = queue.Queue()
         for job in range(jobs):
