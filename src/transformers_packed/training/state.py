@@ -99,7 +99,8 @@ class State:
         for kinds, note in _KINDS:
             if isinstance(value, kinds):
                 return note(self, value, path)
-        if _is_followed(type(value).__module__):
+        # Other libraries derive classes from Trainer too.
+        if any(_is_followed(base.__module__) for base in type(value).__mro__):
             return self._object(value, path)
         if isinstance(value, Iterator):
             # Its next value cannot be returned.
