@@ -104,7 +104,9 @@ class ReasonsTest(ConfigureTestCase):
         name = getattr(collator, "__name__", type(collator).__name__)
         want = f"got a custom data collator ({name}), which may do more. Do not pass data_collator"
         if brings:
-            want = f"got a {cls.__name__}, whose own data collator ({name}) may do more. Train it as it is."
+            want = (
+                f"got a {cls.__name__}, whose own data collator ({name}) may do more. Train it as it is, or pass pack"
+            )
         self.assertIn(want, str(next(_of_collator(trainer))))
 
     def test_vision_dataset_of_trl(self):
@@ -190,6 +192,9 @@ class ReasonsTest(ConfigureTestCase):
         )
         said(configure_packing, own, "padding_free")
         self.assertTrue(own.args.padding_free)
+        # It draws no samples.
+        trainer = self.trainer(dataset=Samples(24), compute_loss_func=lambda *a, **k: 0)
+        self.assertIn("Packing on", said(configure_packing, trainer, True, 128)[0])
 
     @parameterized.expand([({},), ({"gradient_checkpointing": True},)])
     def test_a_cache_in_a_stock_model(self, options):

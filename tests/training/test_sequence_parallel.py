@@ -33,6 +33,8 @@ from transformers_packed import (
     SequenceBoundaries,
     register,
 )
+from transformers_packed.training.facts import Facts
+from transformers_packed.training.options import Options
 from transformers_packed.training.sequence_parallel import against_sharing
 
 
@@ -254,9 +256,8 @@ def refusals():
             messages.append(str(error))
     for name in ("cp_size", "sp_size"):
         trainer.accelerator.state.parallelism_config = mock.Mock(**{"cp_size": 1, "sp_size": 1, name: 2})
-        messages.append(
-            str(next(against_sharing(trainer, "pack", 2, {"gated_delta_rule": "state", "attention": None})))
-        )
+        options = Options(packing="pack", sequence_parallel_size=2)
+        messages.append(str(next(against_sharing(Facts.of(trainer, options.mode), options))))
     return messages
 
 

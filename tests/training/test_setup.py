@@ -19,7 +19,7 @@ from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingD
 from transformers_packed.data.documents import PaddedSamples, unpacked
 from transformers_packed.training import setup
 from transformers_packed.training.apply import apply, undo
-from transformers_packed.training.checks import overridden
+from transformers_packed.training.facts import Facts
 from transformers_packed.training.options import Options
 from transformers_packed.training.setup import decide
 
@@ -92,7 +92,7 @@ class OverriddenTest(SetupTestCase):
     @parameterized.expand([(name, how) for name in DEPENDENT for how in ("class", "instance", "wrapped")])
     def test_auto_leaves_it_alone(self, name, how):
         trainer = self.own(name, how)
-        self.assertEqual(overridden(trainer), [name])
+        self.assertEqual(Facts.of(trainer, "auto").own, [name])
         named = f"OwnTrainer.{name}" if how == "class" else name
         self.assertIn(f"got a custom {named}, which may count samples", said(configure_packing, trainer)[0])
         said(trainer.train)
@@ -112,9 +112,9 @@ class OverriddenTest(SetupTestCase):
         model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
         trainers.append(said(PackedTrainer, model, args, train_dataset=Samples(6))[1])
         for trainer in trainers:
-            self.assertEqual(overridden(trainer), [])
+            self.assertEqual(Facts.of(trainer, "auto").own, [])
             said(configure_packing, trainer)
-            self.assertEqual(overridden(trainer), [])
+            self.assertEqual(Facts.of(trainer, "auto").own, [])
 
     def test_a_loss_that_reads_logits_in_mixed_precision(self):
         """accelerate copies the output of the model, and a copy cannot compute logits later."""
@@ -253,7 +253,7 @@ class EvaluationTest(SetupTestCase):
     def test_a_prediction_step_of_the_user(self, how):
         """An exact match per sample, also if only the loss is asked for."""
         trainer = self.own("prediction_step", how, eval_dataset=Samples(6), compute_metrics=self.metrics)
-        self.assertEqual(overridden(trainer, "prediction_step"), ["prediction_step"])
+        self.assertIn("prediction_step", Facts.of(trainer, "auto").replaced)
         said(configure_packing, trainer)
         self.assertEqual(trainer.evaluate()["eval_rows"], 6)
         trainer.compute_metrics = None

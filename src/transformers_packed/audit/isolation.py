@@ -84,12 +84,21 @@ def indices_of(states: torch.Tensor, batch: Mapping[str, Any], places: list[torc
 
 
 class Seen:
-    """The output of the embedding in a forward, which keeps its gradient, and the last hidden states."""
+    """The output of the embedding in a forward, which keeps its gradient, and the last hidden states.
+
+    Of several forwards, `embedded` has the inputs and the outputs of all that have a gradient, and `tokens` their number
+    with and without one.
+    """
 
     embeddings: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    tokens = 0
+
+    def __init__(self) -> None:
+        self.embedded: list[tuple[tuple, torch.Tensor]] = []
 
     def embed(self, module, inputs, output: torch.Tensor) -> None:
+        self.tokens += output.shape[:-1].numel()
         # Some trainers run another forward for their metrics.
         if not torch.is_grad_enabled():
             return
@@ -98,6 +107,7 @@ class Seen:
         else:
             output.requires_grad_(True)
         self.embeddings = output
+        self.embedded.append((inputs, output))
 
     def leave(self, module, inputs, output: Any) -> None:
         hidden = getattr(output, "last_hidden_state", None)

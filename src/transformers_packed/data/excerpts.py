@@ -24,6 +24,7 @@ from .streaming import IterablePackingDataset
 
 # Samples that are looked at, and the tokens before the first target of a document.
 _LOOKED_AT, _CONTEXT = 16, 12
+STREAM = "workers of the data loader read the stream of samples"
 
 
 def excerpts(dataset: Any, lengths: tuple[int, ...]) -> tuple[list, str | None]:
@@ -33,7 +34,7 @@ def excerpts(dataset: Any, lengths: tuple[int, ...]) -> tuple[list, str | None]:
     """
     dataset = source_of(dataset)
     if not has_items(dataset):
-        return [], "workers of the data loader read the stream of samples"
+        return [], STREAM
     documents: list = []
     for document in chain.from_iterable(map(documents_of, some_samples(dataset, _LOOKED_AT))):
         if is_tree(document):

@@ -9,8 +9,8 @@ from transformers import TrainerCallback
 
 from ..models.registry import has_our_classes, inner_model, set_switches, unpatch_model
 from ..parallel.groups import SequenceParallel, destroy_groups
-from .preference import without_autocast
-from .setup import Change, Setup
+from .changes import Change, Setup
+from .restore import without_autocast
 from .typed import Trainer
 
 

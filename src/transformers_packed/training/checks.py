@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import is_flash_attention_requested
@@ -20,7 +19,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import PackingDataset, find_tree, find_unusable
 from ..data.documents import first_sample, is_packed
-from ..data.samples import ANSWERS, PREFIX, TOKEN_TYPES, TURNS, VISION_COLUMNS, has_items, is_tree, present
+from ..data.samples import ANSWERS, PREFIX, TOKEN_TYPES, TURNS, VISION_COLUMNS, is_tree, present
 from ..data.tables import columns_of
 from ..data.trees import nodes_of
 from ..errors import input_error
@@ -40,8 +39,10 @@ from ..models.verdict import (
     text_config,
 )
 from ..ops.availability import availability
+from .facts import Facts, package_of
 from .options import Options
-from .preference import without_autocast
+from .restore import without_autocast
+from .trainers import ONLY_PAD
 from .typed import Trainer
 
 
@@ -57,61 +58,53 @@ _SDPA = 'attn_implementation="sdpa"'
 # What planned rows need, and what to do otherwise.
 ROWS = "a sampler of packed rows"
 KEEPS_SAMPLERS = 'Pass packing="padding_free", whose batches have the samples of any sampler.'
-# TRL's trainers of preferences and of reinforcement learning, which build padded batches of pairs or groups.
-PREFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
-# Packages whose Trainers are known to train packed rows correctly, and one whose decorators they use.
-_KNOWN = ("transformers", "trl", "transformers_packed", "contextlib")
-# What no row depends on: how parameters are updated, what is logged and saved, and the samples of a batch. Evaluation
-# reads batches of the user wherever it needs more than the loss of known methods.
-_APART = tuple(
-    "create_ get_optimizer get_decay get_learning log save load store_flos push init_hf prediction_step get_eval_dataloader "
-    "get_test_dataloader get_train_sampler get_eval_sampler add_callback pop_callback remove_callback is_ maybe_log "
-    "call_model hyperparameter hp_".split()
-)
-
-
 _EVERYTHING: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 
 
-def reason_against(trainer: Trainer, options: Options) -> ValueError | None:
+def reason_against(facts: Facts, options: Options) -> ValueError | None:
     """The first reason not to pack. In `"auto"` mode also reasons that make packing unsafe or useless."""
-    return next(_reasons(trainer, options), None)
+    return next(_reasons(facts, options), None)
 
 
-def _reasons(trainer: Trainer, options: Options) -> Iterator[ValueError]:
+def _reasons(facts: Facts, options: Options) -> Iterator[ValueError]:
     """Only the first reason is valid: each check relies on the checks before it."""
-    model, padded, mode = transformers_model(trainer.model), is_preference_trainer(trainer), options.mode
-    yield from _of_mode(trainer, mode, padded)
-    yield from of_devices(trainer)
+    trainer, model = facts.trainer, facts.model
+    yield from _of_mode(facts)
+    yield from of_devices(facts)
     if model is None:
         name = type(trainer.model).__name__
-        yield input_error(_PACKS, name) if padded else input_error(_MODEL, f"{name}, {_FOREIGN}", _PADDED)
+        yield input_error(_PACKS, name) if facts.padded else input_error(_MODEL, f"{name}, {_FOREIGN}", _PADDED)
         return
-    if padded:
-        yield from _of_padded_batches(trainer, model)
+    if facts.padded:
+        yield from _of_padded_batches(facts, model)
     else:
         yield from _of_model(trainer, model)
         yield from _of_collator(trainer)
         yield from _of_samples(trainer)
-        yield from _of_columns(trainer, model)
+        yield from _of_columns(facts, model)
         yield from filter(None, [check_cache(model)])
     yield from filter(None, [way_of_isolation(trainer)[1]])
     got = attention_of(text_config(model))
     expected, fix = "an attention implementation that supports shared prompts", f"Load the model with {_SDPA}."
     yield from refused((options.share_prompts and got == "flex_attention", expected, got, fix))
-    yield from _of_patch(trainer, padded)
-    if not padded:
-        yield from filter(None, [isolation(trainer.model, mode == "auto")[1]])
-    if mode == "auto":
-        own = ", ".join(_owned(trainer, name) for name in overridden(trainer))
-        got = f"a custom {own}, which may count samples or read the mask"
-        alone = trainer.args.per_device_train_batch_size == 1 and not has_packed_rows(trainer)
-        alone = alone and not padded and not options.shares_rows
+    yield from _of_patch(facts)
+    if not facts.padded:
+        yield from filter(None, [isolation(trainer.model, facts.mode == "auto")[1]])
+    if facts.mode == "auto":
+        got = f"a custom {facts.named(facts.own)}, which may count samples or read the mask"
+        alone = trainer.args.per_device_train_batch_size == 1 and not facts.packed_rows
+        alone = alone and not facts.padded and not options.shares_rows
         one = "per_device_train_batch_size=1, which has no padding to avoid"
+        works = f'Pass packing="padding_free" if it works on tokens{_or_batches(model)}.'
         yield from refused(
-            (own, "methods of known trainers", got, 'Pass packing="padding_free" if it works on tokens.'),
+            (facts.own, "methods of known trainers", got, works),
             (alone, "more than one sample per batch", one, "Raise it, or pass packing=True with max_length."),
         )
+
+
+def _or_batches(model: transformers.PreTrainedModel | None) -> str:
+    """The mode in which any Trainer packs, if the model has it."""
+    return ', or pass packing="batches"' if model is not None and families_of(model, Own) else ""
 
 
 def refused(*rules: tuple[Any, str, Any, str]) -> Iterator[ValueError]:
@@ -121,65 +114,35 @@ def refused(*rules: tuple[Any, str, Any, str]) -> Iterator[ValueError]:
             yield input_error(expected, got, fix)
 
 
-def _of_mode(trainer: Trainer, mode: str, padded: bool) -> Iterator[ValueError]:
+def _of_mode(facts: Facts) -> Iterator[ValueError]:
     switch, on = "TRANSFORMERS_PACKED_DISABLE_AUTO", 'Unset it, or pass packing="padding_free".'
-    whole = f"whole batches of {type(trainer).__name__}"
+    mode, whole = facts.mode, f"whole batches of {facts.name}"
     fix = 'Pass packing="padding_free". The model then packs each batch.'
-    sampler = plans_rows(trainer, mode) and overridden(trainer, MAKE_SAMPLER)
+    sampler = facts.plans_rows and MAKE_SAMPLER in facts.replaced
     samples = f"a custom {MAKE_SAMPLER}, which numbers samples"
     yield from refused(
         (mode == "auto" and os.environ.get(switch) == "1", f"no {switch}", f"{switch} is set", on),
-        (mode == "pack" and padded, f"{whole}, whose rows belong together", "packing=True", fix),
-        (mode == "pack" and trainer.train_dataset is None, "a train_dataset to pack", "none", ""),
+        (mode == "pack" and facts.padded, f"{whole}, whose rows belong together", "packing=True", fix),
+        (mode == "pack" and facts.trainer.train_dataset is None, "a train_dataset to pack", "none", ""),
         (sampler, ROWS, samples, KEEPS_SAMPLERS),
     )
-
-
-def overridden(trainer: Trainer, *names: str) -> list[str]:
-    """The methods that may depend on the form of a batch and that a user replaced, on the class or on the instance.
-
-    With `names`, only these are looked at. A `compute_loss_func` of the user counts as one.
-    """
-    every = (name for name in dir(Trainer) if not name.startswith("__") and callable(getattr(Trainer, name)))
-    names = names or tuple(name for name in every if not name.lstrip("_").startswith(_APART))
-    found = [name for name in names if not _is_known(getattr(trainer, name))]
-    loss = trainer.compute_loss_func
-    return found + ["compute_loss_func"] * (loss is not None and not _is_known(loss))
-
-
-def _is_known(part: Any) -> bool:
-    """Whether the code of a method or a callable object is from a known module, whatever it is wrapped to look like."""
-    return _package_of(part) in _KNOWN
-
-
-def _package_of(part: Any) -> str:
-    function = getattr(part, "__func__", part)
-    home = getattr(function, "__globals__", {"__name__": type(part).__module__})["__name__"]
-    return home.partition(".")[0]
 
 
 def _brings(trainer: Trainer, part: Any) -> bool:
     """Whether a part of a Trainer comes from the package of its class, so that the user did not pass it.
 
-    Transformers' Trainer brings only parts that are known, and TRL's `SFTTrainer` too.
+    Transformers' Trainer brings only parts that are known, and so do some of TRL.
     """
+    package = package_of(part)
     homes = [(c.__module__.partition(".")[0], c.__name__) for c in type(trainer).__mro__]
-    name = next((name for package, name in homes if package == _package_of(part)), None)
-    return name not in (None, "SFTTrainer") and _package_of(part) not in ("transformers", "__main__")
+    name = next((name for home, name in homes if home == package), None)
+    return name not in (None, *ONLY_PAD) and package not in ("transformers", "__main__")
 
 
-def _owned(trainer: Trainer, name: str) -> str:
-    """The name of a method with the class that replaced it, which may be that of a library."""
-    owners = (c for c in type(trainer).__mro__ if name in vars(c) and name not in vars(trainer))
-    owner = next(owners, None)
-    return name if owner is None else f"{owner.__name__}.{name}"
-
-
-def _of_patch(trainer: Trainer, padded: bool) -> Iterator[ValueError]:
+def _of_patch(facts: Facts) -> Iterator[ValueError]:
     """Reasons why a model cannot get classes that keep documents apart."""
-    references = [model for model in [getattr(trainer, "ref_model", None)] * padded if model is not None]
-    with without_autocast(trainer, references):
-        for model in (*references, trainer.model):
+    with without_autocast(facts.trainer, facts.models[:-1]):
+        for model in facts.models:
             try:
                 check_patch(model)
             except (ValueError, ImportError) as error:
@@ -202,34 +165,6 @@ def isolation(model: torch.nn.Module, automatic: bool) -> tuple[dict[str, Any], 
         fix = "Measure it with transformers_packed.audit_model(model)."
         leak = input_error(SEPARATE, f"a model that has not been audited: {doubt}", fix)
     return _EVERYTHING, leak, doubt
-
-
-def is_preference_trainer(trainer: Trainer) -> bool:
-    """Whether the Trainer is one of TRL's that `preference.py` supports, or a subclass."""
-    return is_trl_trainer(trainer, *PREFERENCE)
-
-
-def is_sft_trainer(trainer: Trainer) -> bool:
-    """Whether the Trainer is TRL's SFTTrainer or a subclass."""
-    return is_trl_trainer(trainer, "SFTTrainer")
-
-
-def is_trl_trainer(trainer: Trainer, *names: str) -> bool:
-    """Whether the Trainer is one of these classes of TRL, or a subclass."""
-    return any(c.__name__ in names and c.__module__.startswith("trl.") for c in type(trainer).__mro__)
-
-
-def plans_rows(trainer: Trainer, mode: str) -> bool:
-    """Whether the dataset becomes planned rows. Everything that numbers samples would number rows then."""
-    dataset = trainer.train_dataset
-    return mode == "pack" and has_items(dataset) and not is_packed(dataset)
-
-
-def has_packed_rows(trainer: Trainer) -> bool:
-    """Whether the dataset for training has packed rows. The arguments of an SFTTrainer tell it of a stream that TRL packs."""
-    dataset, args = trainer.train_dataset, trainer.args
-    streams = is_sft_trainer(trainer) and isinstance(dataset, IterableDataset) and args.packing
-    return is_packed(dataset) or bool(streams)
 
 
 def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
@@ -266,8 +201,9 @@ def _compute_dtype(trainer: Trainer) -> torch.dtype:
     return torch.float16 if trainer.args.fp16 else inner_model(trainer.model).dtype
 
 
-def of_devices(trainer: Trainer) -> Iterator[ValueError]:
+def of_devices(facts: Facts) -> Iterator[ValueError]:
     """Reasons that depend on how the processes and devices share the work."""
+    trainer = facts.trainer
     if trainer.args.n_gpu > 1:
         got = f"one process with {trainer.args.n_gpu} GPUs, over which DataParallel would scatter the boundaries"
         fix = f"Launch with torchrun --nproc_per_node={trainer.args.n_gpu}, or set CUDA_VISIBLE_DEVICES to one GPU."
@@ -277,7 +213,7 @@ def of_devices(trainer: Trainer) -> Iterator[ValueError]:
         if (size := getattr(parallel, name, 1)) > 1:
             got = f"ParallelismConfig({name}={size}), which cuts rows without their boundaries"
             here = f" Pass sequence_parallel_size={size} to configure_packing or PackedTrainingArguments instead."
-            fix = f"Set {name}=1.{here * (not is_preference_trainer(trainer))}"
+            fix = f"Set {name}=1.{here * (not facts.padded)}"
             yield input_error("whole rows", got, fix)
     indexed = any(family.has_indexer for family in families_of(trainer.model, Own))
     zero_3 = trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
@@ -305,15 +241,16 @@ def _of_model(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator
     yield from filter(None, [first_label_error(model)])
 
 
-def _of_padded_batches(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[ValueError]:
-    """Reasons why the model of a trainer of preferences cannot pack its padded batches."""
-    args = trainer.args
+def _of_padded_batches(facts: Facts, model: transformers.PreTrainedModel) -> Iterator[ValueError]:
+    """Reasons why a model cannot pack the padded batches of its Trainer."""
+    args = facts.trainer.args
     if not families_of(model, Own):
         yield input_error(_PACKS, type(model).__name__)
-    per_row, config = adapter_per_row(trainer.model), text_config(model)
+    per_row, config = adapter_per_row(facts.trainer.model), text_config(model)
     noise = "neftune_noise_alpha, whose noise depends on the padded length"
     compiled = "torch_compile=True, with which the model computes padding"
     yield from refused(
+        (facts.packed_by, "padded batches", facts.packed_by, 'Pass packing="padding_free".'),
         (per_row, "adapters that act per document", per_row, ""),
         (args.neftune_noise_alpha is not None, "padded batches without NEFTune", noise, "Set it to None."),
         (args.torch_compile, "padded batches without torch.compile", compiled, "Set it to False."),
@@ -353,7 +290,7 @@ def _of_collator(trainer: Trainer) -> Iterator[ValueError]:
         if _brings(trainer, collator):
             got, fix = (
                 f"a {type(trainer).__name__}, whose own data collator ({name}) may do more",
-                "Train it as it is.",
+                f"Train it as it is{_or_batches(transformers_model(trainer.model))}.",
             )
         yield input_error("a collator that only pads", got, fix)
 
@@ -365,14 +302,14 @@ def datasets_of(trainer: Trainer, train: bool = True) -> list[Any]:
     return [dataset for dataset in datasets if dataset is not None]
 
 
-def against_removal(trainer: Trainer, mode: str) -> Iterator[ValueError]:
+def against_removal(facts: Facts) -> Iterator[ValueError]:
     """The rule that Trainer keeps the columns which divide rows and trees. Without them it would train on other samples.
 
     It removes no column of planned rows, which are lists of samples.
     """
-    if not trainer.args.remove_unused_columns or is_sft_trainer(trainer):
+    if not facts.trainer.args.remove_unused_columns or facts.record.prepares:
         return
-    for dataset in datasets_of(trainer, train=mode != "pack" or is_packed(trainer.train_dataset)):
+    for dataset in datasets_of(facts.trainer, train=facts.mode != "pack" or facts.packed_rows):
         # Rows that are lists keep their columns, and so does a stream that is trained on.
         if isinstance(dataset, PackingDataset) or not isinstance(first_sample(dataset), Mapping):
             continue
@@ -419,10 +356,11 @@ def _is_labelled(sample: Mapping[str, Any]) -> bool:
         return True
 
 
-def _of_columns(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[ValueError]:
+def _of_columns(facts: Facts, model: transformers.PreTrainedModel) -> Iterator[ValueError]:
     """The columns that a padded batch would pass to the model, but a packed row does not."""
+    trainer = facts.trainer
     sample = first_sample(trainer.train_dataset)
-    if sample is None or is_sft_trainer(trainer) or isinstance(trainer.data_collator, DataCollatorWithFlattening):
+    if sample is None or facts.record.prepares or isinstance(trainer.data_collator, DataCollatorWithFlattening):
         return
     columns = set(columns_of(trainer.train_dataset) or present(sample))
     if find_tree(trainer.train_dataset) is not None:

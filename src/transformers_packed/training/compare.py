@@ -156,6 +156,12 @@ def find_difference(
     return Found(f"{different} {why}" if different and why else None)
 
 
+def relative_error(row: Side, other: Side, name: str) -> float:
+    """The relative difference of the means of a value."""
+    a, b = row.all(name), other.all(name)
+    return (a.mean(0) - b.mean(0)).norm().item() / _size(b)
+
+
 def _not_finite(row: Measured, other: Measured, what: str) -> tuple[str | None, str | None]:
     """What is finite on one side alone, and otherwise what is finite on neither."""
     unknown = None

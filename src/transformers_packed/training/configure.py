@@ -53,6 +53,8 @@ def configure_packing(
       Trainer is unchanged, as it is if a row may reach code of the user: a loss, a training step or a loop. With
       `sequence_parallel_size` above 1, this is an error instead. Rows that are already packed (TRL's `packing=True`,
       [`PackingDataset`]) stay packed.
+    * `"batches"`: the model packs the padded batches of any Trainer, whose collator, loss and metrics stay. The check before
+      the first step runs the Trainer's own step with packing and without.
     * `False` or `"off"`: leaves the Trainer as it was built. If its own dataset or collator packs rows, the line says so.
 
     A second call first undoes the one before, so that only its arguments count. What you have changed in between stays.
@@ -74,14 +76,14 @@ def configure_packing(
         trainer (`transformers.Trainer`):
             The Trainer, or a trainer of TRL, before training.
         packing (`str` or `bool`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"padding_free"`, `True` (`"pack"`) or `False` (`"off"`).
+            `"auto"`, `"padding_free"`, `True` (`"pack"`), `"batches"` or `False` (`"off"`).
         max_length (`int`, *optional*):
             Maximum number of tokens per row for `packing=True`. Defaults to `trainer.args.max_length`.
         float8 (`bool`, *optional*, defaults to `False`):
             Train linear layers with products in float8 ([`use_float8`]).
         share_prompts (`bool`, *optional*, defaults to `False`):
-            For TRL's trainers of preferences and of reinforcement learning: compute once what documents of a batch
-            begin with in common, such as the prompt of several answers.
+            For TRL's trainers of preferences and of reinforcement learning, and for `packing="batches"`: compute once what
+            documents of a batch begin with in common, such as the prompt of several answers.
         cuda_graphs (`bool`, *optional*):
             Run the layers of rows as CUDA graphs ([`use_cuda_graphs`]). By default, a row is measured before the first
             step on a GPU. Graphs stay on until the end of training if they make it faster and their memory is free, and a

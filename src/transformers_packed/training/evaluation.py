@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ..data.documents import PaddedSamples, unpacked
-from .checks import overridden
+from .facts import LOSS_FUNCTION, replaced_in
 from .typed import Trainer
 
 
 # Collators that pad labels as well as tokens.
+_READ = {"prediction_step", "evaluate", "evaluation_loop", "predict", "compute_loss", LOSS_FUNCTION}
 _PAD_LABELS = ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling")
 
 
@@ -63,7 +64,6 @@ class OwnBatches:
     def _reads_only_the_loss(self) -> bool:
         trainer = self.trainer
         args, evaluates = trainer.args, self.method.__name__ == "get_eval_dataloader"
-        own = overridden(trainer, "prediction_step", "evaluate", "evaluation_loop", "predict", "compute_loss")
-        if not evaluates or own or getattr(args, "predict_with_generate", False):
+        if not evaluates or _READ & {*replaced_in(trainer)} or getattr(args, "predict_with_generate", False):
             return False
         return args.prediction_loss_only or trainer.compute_metrics is None

@@ -10,17 +10,18 @@ from transformers import TrainerCallback
 from ..errors import input_error
 from ..models.mtp_head import add_mtp, head_of, language_model, mtp_targets_of_batch
 from ..models.registry import patch_model
-from .checks import is_preference_trainer, overridden
+from .facts import Facts
 from .typed import Trainer
 
 
-def against_mtp(trainer: Trainer) -> Iterator[tuple[Any, str, Any, str]]:
+def against_mtp(facts: Facts) -> Iterator[tuple[Any, str, Any, str]]:
     """The rules of a head of multi-token prediction, whose loss is a part of the model's own."""
-    args, loss = trainer.args, "the model's own loss for multi-token prediction (mtp)"
-    name, fix = type(trainer).__name__, "Train the head in supervised fine-tuning."
-    yield is_preference_trainer(trainer), loss, f"that of {name}, which also trains on rejected answers", fix
-    for what in overridden(trainer, "compute_loss"):
-        yield True, loss, f"a custom {what}", f"Remove {what}, or train without the head."
+    trainer, args, loss = facts.trainer, facts.trainer.args, "the model's own loss for multi-token prediction (mtp)"
+    name, fix = facts.name, "Train the head in supervised fine-tuning."
+    yield facts.record.pads, loss, f"that of {name}, which also trains on rejected answers", fix
+    yield facts.padded, loss, f'packing="batches" in a {name}', 'Pass packing="padding_free".'
+    own, remove = "a custom compute_loss", "Remove compute_loss, or train without the head."
+    yield "compute_loss" in facts.replaced, loss, own, remove
     yield trainer.compute_loss_func is not None, loss, "compute_loss_func", "Remove it, or train without the head."
     smooth = args.label_smoothing_factor
     yield smooth, loss, f"label_smoothing_factor={smooth}", "Set it to 0, or train without the head."

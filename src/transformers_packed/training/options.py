@@ -11,7 +11,7 @@ from ..errors import input_error
 from ..parallel_methods import AttentionMethod, DeltaRuleMethod, is_size
 
 
-Mode = Literal["auto", "padding_free", "pack", "off"]
+Mode = Literal["auto", "padding_free", "pack", "batches", "off"]
 
 
 def option(default: Any, help: str) -> Any:

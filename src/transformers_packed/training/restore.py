@@ -1,7 +1,7 @@
 """Leave models, Trainers and data loaders as they were, after something has run on them before the first step."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from ..data.samples import has_items
 from ..foreign import swapped
 from ..models.packed_model import PackedModelMixin
 from ..models.registry import inner_model
-from ..models.releases import dataloaders_of, undo_prepare
+from ..models.releases import dataloaders_of, prepare_again, undo_prepare
 from ..models.untouched import gathers_weights
 from .compare import Exact, precision_of
 from .state import State, same_state
@@ -190,6 +190,17 @@ def same_trainer(trainer: Trainer, model: torch.nn.Module, loader: Any) -> Itera
         loaders = dataloaders_of(trainer.accelerator)
         stack.callback(loaders.__setitem__, slice(None), list(loaders))
         yield state
+
+
+@contextmanager
+def without_autocast(trainer: Trainer, references: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Give reference models their own forward meanwhile. TRL has prepared them, and the policy only in `train`."""
+    prepared = [model for model in references if undo_prepare(model)]
+    try:
+        yield
+    finally:
+        for model in prepared:
+            prepare_again(trainer.accelerator, model)
 
 
 def say_nothing(*args: Any, **kwargs: Any) -> None:

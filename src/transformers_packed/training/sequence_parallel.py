@@ -23,12 +23,13 @@ from ..data.samples import has_items
 from ..errors import input_error
 from ..foreign import swapped
 from ..models.families import sizes_of
-from ..models.registry import inner_model, transformers_model
+from ..models.registry import inner_model
 from ..models.releases import COUNT_ITEMS, MAKE_LOADER, PREPARE
 from ..models.versions import is_rebalancing
 from ..parallel import RowShard, shard_batch
 from ..parallel.groups import check_methods, check_size
-from .checks import datasets_of, is_preference_trainer, of_devices, plans_rows, refused
+from .checks import datasets_of, of_devices, refused
+from .facts import Facts
 from .options import Options
 from .typed import Trainer
 
@@ -178,17 +179,19 @@ def _check_same_row(shard: RowShard) -> None:
         raise input_error(f"the same rows on {shard.size} neighboring processes", "parts of different rows", fix)
 
 
-def against_sharing(trainer: Trainer, options: Options) -> Iterator[ValueError]:
+def against_sharing(facts: Facts, options: Options) -> Iterator[ValueError]:
     """Reasons why processes cannot share a row of a Trainer, if they are to. The loss of most would look plausible."""
     if not options.shares_rows:
         return
-    size = options.sequence_parallel_size
+    trainer, model, size = facts.trainer, facts.model, options.sequence_parallel_size
     args, config = trainer.args, trainer.args.accelerator_config
-    model, name = transformers_model(trainer.model), type(trainer).__name__
-    answers = f"sequence_parallel_size={size} with {name}, whose losses need whole answers"
+    answers = f"sequence_parallel_size={size} with {facts.name}, whose losses need whole answers"
     fix = "Leave it out. gradient_checkpointing=True, FSDP2 and share_prompts=True save memory too."
-    yield from refused((is_preference_trainer(trainer), "a Trainer or an SFTTrainer", answers, fix))
-    yield from of_devices(trainer)
+    yield from refused(
+        (facts.record.pads, "a Trainer or an SFTTrainer", answers, fix),
+        (facts.padded, "packed rows for sequence_parallel_size", 'packing="batches"', "Leave one of them out."),
+    )
+    yield from of_devices(facts)
     try:
         check_size(size)
         if model is not None:
@@ -217,15 +220,16 @@ def against_sharing(trainer: Trainer, options: Options) -> Iterator[ValueError]:
     trees = any(find_tree(dataset) is not None for dataset in datasets_of(trainer))
     got, fix = "trees or groups, which processes cannot share", "Leave out sequence_parallel_size."
     yield from refused((trees, "samples of one document each", got, fix))
-    yield from _of_reading(trainer, options.mode)
+    yield from _of_reading(facts)
 
 
-def _of_reading(trainer: Trainer, mode: str) -> Iterator[ValueError]:
+def _of_reading(facts: Facts) -> Iterator[ValueError]:
     """Reasons why the processes of a group would read different rows."""
+    trainer = facts.trainer
     if not all(map(has_items, datasets_of(trainer))):
         yield _of_stream()
     strategy = getattr(trainer.args, "train_sampling_strategy", "random")
-    if strategy == "batch_rebalance" and not plans_rows(trainer, mode):
+    if strategy == "batch_rebalance" and not facts.plans_rows:
         yield _of_sampler('train_sampling_strategy="batch_rebalance"')
 
 

@@ -1,9 +1,9 @@
 """Decide how a Trainer trains without padding. Nothing here changes the Trainer: `apply.py` follows a [`Setup`]."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
@@ -22,7 +22,7 @@ from ..models.family import Own
 from ..models.float8 import use_float8
 from ..models.inputs import warn_of_rope
 from ..models.mtp_head import head_of
-from ..models.registry import check_patch, inner_model, patch_model, set_switches, transformers_model
+from ..models.registry import check_patch, inner_model, patch_model, set_switches
 from ..models.releases import COUNT_ITEMS, KEPT_COLUMNS, kept_columns
 from ..models.replacements import REPLACEMENTS
 from .callbacks.every_gradient import EveryGradient
@@ -31,25 +31,23 @@ from .callbacks.neftune import DocumentNoise
 from .callbacks.resume import PackingPlanCallback
 from .callbacks.warm_up import GraphsCallback, WarmUpCallback, usual_rows
 from .callbacks.weights import WeightsCallback
+from .changes import Change, Prepare, Setup
 from .checks import (
-    PREFERENCE,
     against_removal,
     check_cache,
     excludes_graphs,
-    has_packed_rows,
-    is_preference_trainer,
-    is_sft_trainer,
     isolation,
-    overridden,
     reason_against,
     refused,
     way_of_isolation,
 )
 from .evaluation import OwnBatches, padded_batches_of
+from .facts import Facts
 from .mtp import MtpCallback, MtpItems, MtpLoss, against_mtp, train_mtp
 from .options import Options
 from .run_ahead import RunAheadCallback
 from .sequence_parallel import GatherOfRows, SharedRows, against_sharing, part_collator
+from .trainers import PREFERENCE
 from .typed import Trainer
 
 
@@ -64,54 +62,6 @@ _LIGER: dict[str, str | tuple[str, ...]] = {
 _FLOAT8 = "; linear layers train in float8"
 # DDP sums gradients in buckets of 25 MB by default. A few large sums disturb the kernels beside them less.
 _BUCKET_MB = 100
-# What is done to a model.
-Prepare = Callable[[torch.nn.Module], Any]
-
-
-class Change(NamedTuple):
-    """An attribute to set. `before` is its value on the object itself, or `Change` if it has none."""
-
-    target: Any
-    name: str
-    value: Any
-    before: Any
-
-    @classmethod
-    def of(cls, target: Any, **values: Any) -> "list[Change]":
-        return [cls(target, name, value, vars(target).get(name, cls)) for name, value in values.items()]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """How a Trainer trains, and what has to change for it.
-
-    Args:
-        mode (`str`):
-            `"off"`, `"padding_free"`, `"pack"`, or `"batches"` if the model packs padded batches itself.
-        line (`str`):
-            What the user reads.
-        options ([`Options`]):
-            What the user asked for.
-        models (`tuple`):
-            The models to prepare: the policy, and a reference model before it.
-        prepare (`tuple[Callable]`):
-            What is done to each of them, and to the models of `model_init`, in this order.
-        changes (`tuple[Change]`):
-            All other changes.
-        padded (`Callable`, *optional*):
-            The collator of the padded batches that the rows stand for.
-        parallel (`dict`, *optional*):
-            Arguments of the [`SequenceParallel`] whose processes share rows.
-    """
-
-    mode: str
-    line: str
-    options: Options
-    models: tuple[torch.nn.Module, ...] = ()
-    prepare: tuple[Prepare, ...] = ()
-    changes: tuple[Change, ...] = ()
-    padded: Callable | None = None
-    parallel: dict[str, Any] | None = None
 
 
 def decide(trainer: Trainer, options: Options) -> Setup:
@@ -120,141 +70,133 @@ def decide(trainer: Trainer, options: Options) -> Setup:
     Raises:
         `ValueError`: bad arguments, or an explicit mode or shared rows that are not possible.
     """
-    _check_options(trainer, options)
+    options.check()
+    facts = Facts.of(trainer, options.mode)
+    _check_options(facts, options)
     if options.mode == "off":
-        return _with_mtp(trainer, _off(trainer, options, f"packing={options.packing!r}"))
-    reason = next(against_sharing(trainer, options), None) or reason_against(trainer, options)
+        return _with_mtp(facts, _off(facts, options, f"packing={options.packing!r}"))
+    reason = next(against_sharing(facts, options), None) or reason_against(facts, options)
     if reason is not None and (options.mode != "auto" or options.shares_rows):
         # Whole rows may not fit into memory, and a step would have more of them.
         raise reason
     if reason is not None:
         why = f"{str(reason).rstrip('.')}, so no row runs as a CUDA graph" if options.cuda_graphs else str(reason)
-        return _with_mtp(trainer, _off(trainer, options, why))
-    return _with_mtp(trainer, (_of_batches if is_preference_trainer(trainer) else _of_rows)(trainer, options))
+        return _with_mtp(facts, _off(facts, options, why))
+    return _with_mtp(facts, (_of_batches if facts.padded else _of_rows)(facts, options))
 
 
-def _check_options(trainer: Trainer, options: Options) -> None:
-    options.check()
-    compiles = options.float8 and trainer.args.torch_compile
+def _check_options(facts: Facts, options: Options) -> None:
+    compiles = options.float8 and facts.trainer.args.torch_compile
     compiled = "torch_compile=True, which compiles linear layers in the dtype of the model"
-    shares, prompts = options.share_prompts, f"share_prompts with {', '.join(PREFERENCE)}"
+    shares, prompts = options.share_prompts, f'share_prompts with {", ".join(PREFERENCE)}, or with packing="batches"'
     repeats = "Set model.share_prompts = True if your own padded batches repeat prompts."
-    why = _excludes_graphs(trainer) if options.cuda_graphs else None
+    why = _excludes_graphs(facts) if options.cuda_graphs else None
     with_graphs = titles(family for family in OWN if family.has_graphs)
     graphs = f"packed rows of a model of {with_graphs}, without shards, for cuda_graphs=True"
     for error in refused(
         (compiles, "float8=True without torch_compile", compiled, "Set one of them to False."),
-        (shares and not is_preference_trainer(trainer), prompts, type(trainer).__name__, repeats),
+        (shares and not facts.padded, prompts, facts.name, repeats),
         (why, graphs, str(why), "Remove cuda_graphs=True."),
-        *(against_mtp(trainer) if options.trains_mtp else ()),
+        *(against_mtp(facts) if options.trains_mtp else ()),
     ):
         raise error
-    for error in against_removal(trainer, options.mode):
+    for error in against_removal(facts):
         raise error
 
 
-def _with_mtp(trainer: Trainer, setup: Setup) -> Setup:
+def _with_mtp(facts: Facts, setup: Setup) -> Setup:
     """Add to a set-up what the head of multi-token prediction needs of the Trainer."""
-    options, handler = setup.options, trainer.callback_handler
+    trainer, options = facts.trainer, setup.options
     if not options.trains_mtp:
         return setup
+    handler = trainer.callback_handler
     callbacks = next((x.value for x in reversed(setup.changes) if x.name == "callbacks"), handler.callbacks)
     changes = Change.of(handler, callbacks=[MtpCallback(), *callbacks])
     changes += Change.of(trainer, **{COUNT_ITEMS: MtpItems(getattr(trainer, COUNT_ITEMS))})
-    if is_sft_trainer(trainer):
+    if facts.record.scores:
         changes += Change.of(trainer, compute_loss=MtpLoss(trainer, trainer.compute_loss))
     what = "only the head" if options.mtp_only else f"with {options.mtp_loss_weight:g} x the loss of the head"
     line = f"{setup.line}; trains {what} of multi-token prediction"
     return replace(setup, line=line, changes=(*setup.changes, *changes))
 
 
-def _excludes_graphs(trainer: Trainer) -> str | None:
+def _excludes_graphs(facts: Facts) -> str | None:
     """Why `cuda_graphs=True` is not possible, whatever the rows are."""
-    if is_preference_trainer(trainer):
-        return f"a {type(trainer).__name__}, whose batches are padded"
-    inner = transformers_model(trainer.model)
+    if facts.padded:
+        return f"a {facts.name}, whose batches are padded"
+    inner = facts.model
     other = inner is None or not any(family.has_graphs for family in families_of(inner, Own))
-    return excludes_graphs(trainer) or (f"a {type(inner or trainer.model).__name__}" if other else None)
+    return excludes_graphs(facts.trainer) or (f"a {type(inner or facts.trainer.model).__name__}" if other else None)
 
 
-def _off(trainer: Trainer, options: Options, why: str) -> Setup:
+def _off(facts: Facts, options: Options, why: str) -> Setup:
     """Leave the Trainer as it is, but for the arguments that hold the active mode, and for `float8`."""
-    args = trainer.args
+    trainer, args = facts.trainer, facts.trainer.args
     unset = {name: False for name in ("packing", "padding_free") if getattr(args, name, None) is None}
-    changes, unchanged = Change.of(args, **unset), f"training is unchanged{_stays_packed(trainer)}"
+    stays = f", on {facts.packed_by}" if facts.packed_by else ""
+    changes, unchanged = Change.of(args, **unset), f"training is unchanged{stays}"
     if isinstance(trainer.data_collator, DataCollatorWithFlattening):
         changes += Change.of(trainer, **_own_batches(trainer, trainer.data_collator))
     prepare = _whatever_the_mode(trainer, options)
     if prepare:
-        liger, kept = _keep_from_liger(trainer)
+        liger, kept = _keep_from_liger(facts)
         changes += liger + _of_model_init(trainer, prepare)
-        unchanged = f"batches are unchanged{_stays_packed(trainer)}{_FLOAT8 * options.float8}{kept}"
+        unchanged = f"batches are unchanged{stays}{_FLOAT8 * options.float8}{kept}"
     line = f"Packing off, {unchanged}: {why}"
     return Setup("off", line, options, (trainer.model,), prepare, tuple(changes))
 
 
-def _stays_packed(trainer: Trainer) -> str:
-    """What packs the batches of a Trainer as the user has built it."""
-    dataset, collator = trainer.train_dataset, trainer.data_collator
-    if has_packed_rows(trainer):
-        return f", on packed rows of the train_dataset ({type(dataset).__name__})"
-    flattens = type(collator).__name__ == DataCollatorWithFlattening.__name__ or getattr(
-        collator, "padding_free", False
-    )
-    return f", on packed rows of the data_collator ({type(collator).__name__})" if flattens else ""
-
-
-def _of_batches(trainer: Trainer, options: Options) -> Setup:
-    """The padded batches of a trainer of preferences, which the policy and the reference model pack."""
-    models = tuple(filter(None, (getattr(trainer, "ref_model", None), trainer.model)))
-    prepare: tuple[Prepare, ...] = (
-        patch_model,
-        *[_share_prompts] * options.share_prompts,
-        *_whatever_the_mode(trainer, options),
-    )
-    shares = options.share_prompts or getattr(transformers_model(trainer.model), "share_prompts", False)
-    liger, kept = _keep_from_liger(trainer)
+def _of_batches(facts: Facts, options: Options) -> Setup:
+    """The Trainer's own padded batches, which its models pack."""
+    trainer, handler = facts.trainer, facts.trainer.callback_handler
+    prepare: list[Prepare] = [partial(_prepare, trainer.args.use_cache)]
+    if not facts.record.pads:
+        prepare.append(_keep_logits)
+    if options.share_prompts:
+        prepare.append(_share_prompts)
+    prepare += _whatever_the_mode(trainer, options)
+    shares = options.share_prompts or getattr(facts.model, "share_prompts", False)
+    liger, kept = _keep_from_liger(facts)
     line = "Padding-free on: the model computes only the real tokens of padded batches"
     line += f"{', and a prompt once for all of its answers' if shares else ''}; isolation by "
     line += way_of_isolation(trainer)[0] + _FLOAT8 * options.float8 + kept
-    handler = trainer.callback_handler
     changes = Change.of(handler, callbacks=[*handler.callbacks, WeightsCallback()])
     changes += Change.of(trainer.args, packing=False, padding_free=True) + liger
-    return Setup("batches", line, options, models, prepare, tuple(changes))
+    changes += _of_model_init(trainer, tuple(prepare))
+    return Setup("batches", line, options, facts.models, tuple(prepare), tuple(changes), facts.record)
 
 
-def _of_rows(trainer: Trainer, options: Options) -> Setup:
+def _of_rows(facts: Facts, options: Options) -> Setup:
     """Packed rows for every other Trainer."""
-    args, dataset, packed = trainer.args, trainer.train_dataset, has_packed_rows(trainer)
+    trainer, own, dataset, packed = facts.trainer, facts.own, facts.trainer.train_dataset, facts.packed_rows
     if options.mode == "pack":
-        dataset, packed = _packed_dataset(trainer, packed, options), True
-    collator = _collator(trainer)
-    own = overridden(trainer)
+        dataset, packed = _packed_dataset(facts, options), True
+    collator = _collator(facts)
     warn_of_rope(inner_model(trainer.model).config)
-    prepare: list[Prepare] = [partial(_prepare, args.use_cache)]
+    prepare: list[Prepare] = [partial(_prepare, trainer.args.use_cache)]
     prepare += [*[_keep_logits] * bool(own), *_whatever_the_mode(trainer, options)]
     if options.cuda_graphs:
         rows = _rows_of_graphs(trainer, dataset, packed)
         prepare.append(partial(use_cuda_graphs, max_length=rows.max_length))
     elif options.cuda_graphs is not None:
         prepare.append(remove_graphs)
-    liger, kept = _keep_from_liger(trainer)
+    liger, kept = _keep_from_liger(facts)
     line = _line(trainer, dataset, packed, options) + _FLOAT8 * options.float8 + kept
     size, parts = options.sequence_parallel_size, "parts of " * options.shares_rows
     line += f"; {size} processes share each row" * options.shares_rows
     line += f"; trusted to work on {parts}packed rows: {', '.join(own)}" if own else ""
-    ddp, checks = _of_ddp(trainer)
+    ddp, checks = _of_ddp(facts)
     if options.shares_rows:
         changes = _of_sharing(trainer, collator, size)
     else:
         changes = Change.of(trainer, data_collator=collator, **_own_batches(trainer, collator))
-    changes += _of_model_init(trainer, tuple(prepare)) + ddp + liger + _of_data(trainer, dataset, packed)
+    changes += _of_model_init(trainer, tuple(prepare)) + ddp + liger + _of_data(facts, dataset, packed)
     # A trunk without gradients has no graphs.
     measures = options.cuda_graphs is None and not options.mtp_only
-    changes += _of_callbacks(trainer, dataset, packed, measures, checks) + _of_columns(trainer)
+    changes += _of_callbacks(facts, dataset, packed, measures, checks) + _of_columns(trainer)
     mode = "pack" if packed else "padding_free"
     parallel = {"size": options.sequence_parallel_size, **options.methods} if options.shares_rows else None
-    done = tuple(prepare), tuple(changes), padded_batches_of(trainer), parallel
+    done = tuple(prepare), tuple(changes), facts.record, padded_batches_of(trainer), parallel
     return Setup(mode, line, options, (trainer.model,), *done)
 
 
@@ -270,8 +212,9 @@ def _of_sharing(trainer: Trainer, collator: DataCollatorWithFlattening, size: in
     return changes
 
 
-def _collator(trainer: Trainer) -> DataCollatorWithFlattening:
+def _collator(facts: Facts) -> DataCollatorWithFlattening:
     """Our replacement of the Trainer's collator. `on_leak="ignore"`, because the model is checked here."""
+    trainer = facts.trainer
     current, kind = trainer.data_collator, type(trainer.data_collator)
     if isinstance(current, DataCollatorWithFlattening):
         return current
@@ -281,7 +224,7 @@ def _collator(trainer: Trainer) -> DataCollatorWithFlattening:
     model = inner_model(trainer.model)
     fused = bool(families_of(model, Own))
     # Compiled models read no lengths on the host, and a loss of the user may cut the row.
-    on_host = fused and not trainer.args.torch_compile and not overridden(trainer, "compute_loss")
+    on_host = fused and not trainer.args.torch_compile and not facts.has_own_loss
     options = {**given, "model": model, "on_leak": "ignore", "return_boundaries": on_host}
     if kind.__name__ == "DataCollatorForLanguageModeling" and kind.__module__.startswith("transformers."):
         collator: DataCollatorWithFlattening = CausalLabelsCollator(current.tokenizer.pad_token_id, **options)
@@ -298,9 +241,10 @@ def _own_batches(trainer: Trainer, packed: Callable) -> dict[str, OwnBatches]:
     return {name: OwnBatches(trainer, getattr(trainer, name), packed, padded) for name in names}
 
 
-def _packed_dataset(trainer: Trainer, rows: bool, options: Options) -> Any:
-    dataset, args, max_length = trainer.train_dataset, trainer.args, options.max_length
-    if rows:
+def _packed_dataset(facts: Facts, options: Options) -> Any:
+    trainer, max_length = facts.trainer, options.max_length
+    dataset, args = trainer.train_dataset, trainer.args
+    if facts.packed_rows:
         if max_length is not None or options.plan_options:
             got = f"packed rows ({type(dataset).__name__})"
             raise input_error("an unpacked dataset with max_length and other options", got)
@@ -311,11 +255,11 @@ def _packed_dataset(trainer: Trainer, rows: bool, options: Options) -> Any:
         raise input_error("max_length, the tokens per row", "none", "Pass max_length=8192, for example.")
     if not has_items(dataset):
         return IterablePackingDataset(dataset, max_length, **options.plan_options)
-    if is_sft_trainer(trainer) and own_length is not None and own_length < max_length:
+    if facts.record.prepares and own_length is not None and own_length < max_length:
         cut = int((sampled_lengths(dataset) == own_length).sum())
         if cut:
             logger.warning(
-                f"configure_packing: SFTTrainer cuts samples to its own max_length={own_length}, and {cut} samples have "
+                f"configure_packing: {facts.name} cuts samples to its own max_length={own_length}, and {cut} samples have "
                 f"this length. To train on {max_length} tokens of a sample, pass max_length={max_length} to SFTConfig."
             )
     defaults = {
@@ -333,15 +277,15 @@ def _readers(trainer: Trainer, options: Options) -> int:
     return trainer.args.world_size // options.sequence_parallel_size
 
 
-def _of_data(trainer: Trainer, dataset: Any, packed: bool) -> list[Change]:
-    args = trainer.args
+def _of_data(facts: Facts, dataset: Any, packed: bool) -> list[Change]:
+    trainer, args = facts.trainer, facts.trainer.args
     values: dict[str, Any] = {"packing": packed, "padding_free": True}
     changes = []
     if dataset is not trainer.train_dataset:
         changes = Change.of(trainer, train_dataset=dataset)
         if isinstance(dataset, PackingDataset):
             values["train_sampling_strategy"] = "sequential"
-    if is_sft_trainer(trainer):
+    if facts.record.prepares:
         changes += Change.of(trainer, padding_free=True)
         values["eval_packing"] = args.packing if args.eval_packing is None else args.eval_packing
     # accelerate would read the rows of a stream, for evaluation too, in one process and cut their boundaries.
@@ -357,7 +301,8 @@ def _of_columns(trainer: Trainer) -> list[Change]:
     return Change.of(trainer, **{KEPT_COLUMNS: tuple(dict.fromkeys([*kept_columns(trainer), *DIVIDING_COLUMNS]))})
 
 
-def _of_ddp(trainer: Trainer) -> tuple[list[Change], list[EveryGradient]]:
+def _of_ddp(facts: Facts) -> tuple[list[Change], list[EveryGradient]]:
+    trainer = facts.trainer
     args, ddp = trainer.args, trainer.accelerator.ddp_handler
     if ddp is None:
         return [], []
@@ -365,17 +310,18 @@ def _of_ddp(trainer: Trainer) -> tuple[list[Change], list[EveryGradient]]:
     values: dict[str, Any] = {"gradient_as_bucket_view": True}
     if args.ddp_bucket_cap_mb is None:
         values["bucket_cap_mb"] = _BUCKET_MB
-    searches = args.ddp_find_unused_parameters is not None or not _trains_in_each_step(trainer)
+    searches = args.ddp_find_unused_parameters is not None or not _trains_in_each_step(facts)
     if not searches:
         values["find_unused_parameters"] = False
     shards = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     return Change.of(ddp, **values), [EveryGradient()] * (not (searches or shards))
 
 
-def _of_callbacks(trainer: Trainer, dataset: Any, packed: bool, measures: bool, checks: list) -> list[Change]:
+def _of_callbacks(facts: Facts, dataset: Any, packed: bool, measures: bool, checks: list) -> list[Change]:
+    trainer = facts.trainer
     args, handler = trainer.args, trainer.callback_handler
     # The last one holds the row length of rows that TRL packed.
-    holders = [dataset, getattr(dataset, "plan", None), args if is_sft_trainer(trainer) and args.packing else None]
+    holders = [dataset, getattr(dataset, "plan", None), args if facts.record.prepares and args.packing else None]
     row_tokens = next((x.max_length for x in holders if getattr(x, "max_length", None)), None) if packed else None
     ahead = RunAheadCallback(trainer)
     # The user may have added the metrics.
@@ -405,15 +351,16 @@ def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
     return rows
 
 
-def _trains_in_each_step(trainer: Trainer) -> bool:
+def _trains_in_each_step(facts: Facts) -> bool:
     """Whether every row gives each trained parameter a gradient. Without images, a vision tower has none."""
-    model, inner = trainer.model, inner_model(trainer.model)
+    model, inner = facts.trainer.model, inner_model(facts.trainer.model)
     used = inner.base_model, inner.get_output_embeddings() or inner.base_model, head_of(inner) or inner.base_model
     own = {id(x) for module in used for x in module.parameters()}
     families = families_of(inner, Own)
     text = bool(families) and getattr(inner.config, "vision_config", None) is None
     # Of several adapters, some may be inactive.
-    plain = len(getattr(model, "peft_config", {})) < 2 and not overridden(trainer, "compute_loss", "training_step")
+    plain = len(getattr(model, "peft_config", {})) < 2
+    plain = plain and not facts.has_own_loss and "training_step" not in facts.replaced
     plain = plain and not any(family.has_indexer for family in families)
     return text and plain and all(id(x) in own for x in model.parameters() if x.requires_grad)
 
@@ -461,9 +408,9 @@ def _of_model_init(trainer: Trainer, prepare: tuple[Callable, ...]) -> list[Chan
     return Change.of(trainer, model_init=changed)
 
 
-def _keep_from_liger(trainer: Trainer) -> tuple[list[Change], str]:
+def _keep_from_liger(facts: Facts) -> tuple[list[Change], str]:
     """Turn off Liger's options for modules that our classes replace. Trainer applies them when it trains."""
-    args, model = trainer.args, transformers_model(trainer.model)
+    args, model = facts.trainer.args, facts.model
     if not args.use_liger_kernel or model is None or not check_patch(model):
         return [], ""
     replaced = {*REPLACEMENTS, *REPLACEMENTS.values()}

@@ -1,6 +1,5 @@
 """What a step of the real Trainer shows of a row of documents, and of the padded batch that the row stands for."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
@@ -8,23 +7,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from ..audit.isolation import UnseenError, indices_of, watch
 from ..data.documents import PaddedSamples
 from ..data.excerpts import places_of
 from ..foreign import swapped
-from ..models.releases import prepare_inputs, token_logps, training_metrics
+from ..models.releases import prepare_inputs
 from ..parallel.collectives import all_gather
 from .compare import GRADIENT, LOSS, Measured
+from .padded_steps import items_of, largest_gradient, only_finite
 from .restore import drop_gradients, not_packing, replaced_collator, without_cache
 from .sequence_parallel import PartCollator
 from .typed import Trainer
 from .warm_up import compiles_kernels, only_loss
-
-
-SCORES = "log-probabilities"
 
 
 class Row:
@@ -75,42 +70,22 @@ def whole_rows(trainer: Trainer, loader: Any) -> Iterator[None]:
         yield
 
 
-def scores_of(trainer: Trainer, model, batch: dict[str, Any]) -> Measured:
-    """The log-probabilities that a trainer of preferences computes for a batch: of each token, or the means it logs."""
-    with trainer.compute_loss_context_manager(), torch.no_grad():
-        if (compute := token_logps(trainer)) is not None:
-            ids, mask = batch["input_ids"], batch["attention_mask"]
-            return {SCORES: compute(model, ids, mask, ids.shape[1] - 1)[0].float()[mask[:, 1:] == 1]}
-        training_metrics(trainer).clear()
-        loss = only_loss(trainer.compute_loss(model, dict(batch)))
-    logged = training_metrics(trainer)
-    return {SCORES: torch.tensor([loss, *(logged[name][-1] for name in sorted(logged) if name.startswith("logps"))])}
-
-
-def _items(trainer: Trainer, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """A batch on the device, as the Trainer gets it from its loader, and its number of items."""
-    moved = {name: x.to(trainer.args.device) if hasattr(x, "to") else x for name, x in batch.items()}
-    (batch,), items = trainer.get_batch_samples(iter([moved]), 1, trainer.args.device)
-    trainer.current_gradient_accumulation_steps = 1
-    return batch, items
-
-
 def loss_of(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
-    batch, items = _items(trainer, batch)
+    batch, items = items_of(trainer, batch)
     with trainer.compute_loss_context_manager():
         return only_loss(trainer.compute_loss(model, prepare_inputs(trainer, batch), num_items_in_batch=items))
 
 
 def step_of(trainer: Trainer, model, batch: dict[str, Any], places: list[torch.Tensor]) -> Measured:
     """The loss of the Trainer's own step, and its gradient with respect to the documents' embeddings."""
-    batch, items = _items(trainer, batch)
+    batch, items = items_of(trainer, batch)
     with watch(model) as seen:
         loss = trainer.training_step(model, dict(batch), items).detach()
-    gradients = [_local(x.grad) for x in model.parameters() if x.grad is not None]
+    hidden = _at(seen.hidden, batch, places)
     shown = {
         LOSS: loss,
-        "last hidden state": _only_finite(_at(seen.hidden, batch, places)),
-        "gradient of the weights": _only_finite(get_total_norm(gradients, norm_type=math.inf)),
+        "last hidden state": None if hidden is None else only_finite(hidden),
+        "gradient of the weights": only_finite(largest_gradient(model)),
         GRADIENT: _at(seen.embeddings if seen.embeddings is None else seen.embeddings.grad, batch, places),
     }
     drop_gradients(model)
@@ -120,7 +95,7 @@ def step_of(trainer: Trainer, model, batch: dict[str, Any], places: list[torch.T
 def step_of_parts(trainer: Trainer, model, part: dict[str, Any], places: list[torch.Tensor]) -> Measured:
     """The same of a row whose parts several processes compute."""
     shared = trainer.sequence_parallel
-    batch, items = _items(trainer, part)
+    batch, items = items_of(trainer, part)
     with watch(model) as seen:
         loss = trainer.training_step(model, dict(batch), items).detach()
     parts = None if seen.embeddings is None else seen.embeddings.grad
@@ -143,15 +118,3 @@ def _at(states: torch.Tensor | None, batch: Mapping[str, Any], places: list[torc
     except UnseenError:
         return None
     return states.detach().flatten(0, 1)[indices.to(states.device)].float()
-
-
-def _only_finite(values: torch.Tensor | None) -> torch.Tensor | None:
-    """0 for finite values, and NaN for others: what is compared of values that have no bar."""
-    return None if values is None else (values * 0).sum()
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """The values of a gradient that this process has."""
-    if isinstance(gradient, DTensor):
-        gradient = gradient.to_local()
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -28,8 +28,9 @@ class PackedTrainingArguments(TrainingOptions, TrainingArguments):
     After the Trainer is built, `packing` and `padding_free` hold the active mode.
 
     Args:
-        packing (`bool`, *optional*):
+        packing (`bool` or `str`, *optional*):
             Pack the dataset into rows of up to `max_length` tokens. `per_device_train_batch_size` then counts rows.
+            `"batches"` keeps padded batches, which the model packs, as in [`configure_packing`].
         padding_free (`bool`, *optional*):
             Concatenate the samples of a batch. By default this is done if it is safe. `False` keeps padded batches.
         max_length (`int`, *optional*):
@@ -51,7 +52,7 @@ class PackedTrainingArguments(TrainingOptions, TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.packing and (self.padding_free is False or self.max_length is None):
+        if self.packing is True and (self.padding_free is False or self.max_length is None):
             got = f"padding_free={self.padding_free}, max_length={self.max_length}"
             raise input_error("max_length, and not padding_free=False, with packing=True", got)
         if self.packing is None and self.max_length is not None:
@@ -62,7 +63,8 @@ class PackedTrainingArguments(TrainingOptions, TrainingArguments):
     def packing_mode(self) -> Mode:
         """The `packing` argument of [`configure_packing`] that corresponds to these arguments."""
         if self.packing:
-            return "pack"
+            # The command line takes no other words than those of a `bool`.
+            return "batches" if self.packing == "batches" else "pack"
         if self.padding_free is None:
             return "auto"
         return "padding_free" if self.padding_free else "off"

@@ -32,19 +32,20 @@ from transformers import TrainerCallback
 
 from ...audit.isolation import UnseenError, leak_between
 from ...audit.model_state import quiet
-from ...data.documents import PaddedSamples, is_packed
-from ...data.excerpts import cut_around_target, excerpts, places_of, targets_in, targets_of
+from ...data.documents import is_packed
+from ...data.excerpts import STREAM, cut_around_target, excerpts, places_of, source_of, targets_in, targets_of
 from ...data.samples import documents_of, has_items
 from ...errors import described, input_error, is_out_of_memory
 from ...models.cuda_graphs import without_graphs
-from ...models.padding import PaddedBatch
 from ...models.registry import inner_model
-from ...models.releases import prepare_inputs, token_logps
 from ...ops.autotuning import tuned_in_threads
 from ..apply import undo
+from ..changes import Setup
 from ..checks import say
 from ..compare import (
     BATCH,
+    GRADIENT,
+    LOSS,
     PADDED,
     DifferenceError,
     Found,
@@ -53,23 +54,22 @@ from ..compare import (
     check_leak,
     find_difference,
     precision_of,
+    relative_error,
 )
+from ..padded_steps import SCORES, PaddedStep, real_batch
 from ..restore import (
     against_other_rows,
     as_before,
     beside_ddp,
     exact_for,
-    not_packing,
     replace_collator,
     same_trainer,
     say_nothing,
     trunk_too,
 )
-from ..setup import Setup
 from ..state import DATA, State
-from ..steps import SCORES, Row, loss_of, scores_of, step_of_parts, whole_rows
+from ..steps import Row, loss_of, step_of_parts, whole_rows
 from ..typed import Trainer
-from ..warm_up import make_row
 from .first_batch import FirstBatch
 from .warm_up import WarmUpCallback, evaluates
 
@@ -107,8 +107,7 @@ class VerifyCallback(TrainerCallback):
         trainer, key = self.trainer, (id(self.trainer.model), id(self.trainer.train_dataset))
         if self._verified == key or state.global_step >= state.max_steps:
             return
-        rows = self.setup.mode != "batches" and self._reason() is None
-        if rows and FirstBatch.put_in(trainer, train_dataloader, partial(self._check, key)):
+        if self._reason() is None and FirstBatch.put_in(trainer, train_dataloader, partial(self._check, key)):
             return
         self._check(key, train_dataloader)
 
@@ -197,7 +196,7 @@ class VerifyCallback(TrainerCallback):
             tuned_in_threads(),
         ):
             if self.setup.mode == "batches":
-                words = self._verify_batches(model, loader)
+                words = self._verify_batches(model, loader, state)
             else:
                 words = self._verify_data(model, loader, state)
         # Which large tensors have changed is known by now.
@@ -206,12 +205,10 @@ class VerifyCallback(TrainerCallback):
 
     def _verify_data(self, model, loader: Any, state: State) -> str:
         """Compare rows of the dataset with what they stand for, and return the findings in words."""
-        trainer, dataset = self.trainer, getattr(loader, "dataset", None)
+        trainer, dataset = self.trainer, loader.dataset
         documents: list = []
-        consumed = next((x for x in state.left if x.startswith(DATA)), None)
-        if has_items(dataset) and consumed is not None:
-            why: str | None = f"reading samples would consume {consumed}"
-        else:
+        why = _why_unread(loader, state)
+        if why is None:
             documents, why = excerpts(dataset, _LENGTHS)
         with whole_rows(trainer, loader):
             row, why = (None, why) if why else self._row(model, loader, documents)
@@ -339,40 +336,49 @@ class VerifyCallback(TrainerCallback):
             raise DifferenceError(f"{found.different} Train without sequence parallelism, or pass verify=False.")
         return f"; {sequence_parallel.size} parts of the row {found.unknown or f'{parts.loss:.4f}{found.note}'}"
 
-    def _verify_batches(self, model, loader: Any) -> str:
-        """Compare a padded batch that the model packs with one that it does not pack."""
-        trainer, unseen = self.trainer, None
-        batch = _padded_batch(trainer, model, loader)
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        if getattr(inner_model(model), "share_prompts", False):
-            words = f"gradients between rows were not looked at, because rows share prompts{_saved(ids, mask)}"
-        else:
-            rows = [torch.arange(ids.shape[1])[real] + at * ids.shape[1] for at, real in enumerate(mask.bool().cpu())]
-
-            def forward() -> None:
-                with trainer.compute_loss_context_manager():
-                    model(input_ids=ids, attention_mask=mask, use_cache=False)
-
-            words, unseen = (
-                "gradients between rows are 0",
-                self._look_between(model, forward, batch, rows, nullcontext()),
-            )
-
-        def padded_scores() -> Measured:
-            with not_packing(model):
-                return scores_of(trainer, model, batch)
-
+    def _verify_batches(self, model, loader: Any, state: State) -> str:
+        """Compare the Trainer's step on a padded batch that the models pack with that on one that they do not pack."""
+        trainer, record = self.trainer, self.setup.record
+        why = None if record.batch else _why_unread(loader, state)
+        if why is not None:
+            return f"Not verified: {why}."
+        batch = record.batch(trainer, model) if record.batch else real_batch(trainer, loader)
+        step = PaddedStep(trainer, model, (model, *record.models(trainer)[:-1]), record.measure, batch)
+        words, unseen = self._look_between_rows(model, batch)
         with quiet(model):
-            packed, padded = Side(lambda: scores_of(trainer, model, batch)), Side(padded_scores)
+            # A batch on which the trainer itself stops tells nothing.
+            padded = Side(step.padded)
+            packed = self._together(_stops_training()(lambda: Side(step.packed)))
             found = self._find(model, packed, padded)
         if found.different:
             raise DifferenceError(f"{found.different} {PADDED}")
-        if found.unknown or unseen:
-            return f"Not verified: {found.unknown or unseen}."
-        a, b = (side.all(SCORES)[0] for side in (packed, padded))
-        distance = float((a - b).norm() / b.norm().clamp(min=1e-12))
-        words = f"{len(ids)} rows of up to {int(mask.sum(1).max())} tokens: {words}"
-        return f"Verified packing on {words}; log-probabilities differ by {distance:.0e} from padded ones{found.note}"
+        unknown = found.unknown or unseen or step.says_nothing(padded)
+        if unknown:
+            return f"Not verified: {unknown}."
+        compared = [name for name in (LOSS, GRADIENT, SCORES) if name in padded.runs[0]]
+        error = max(relative_error(packed, padded, name) for name in compared)
+        words += f"{' and '.join(compared)} differ by {error:.0e} from padded ones{found.note}"
+        computed = f"{step.tokens[True]} of {step.tokens[False]} tokens are computed"
+        return f"Verified packing on a batch of which {computed}: {words}"
+
+    def _look_between_rows(self, model, batch: Any) -> tuple[str, str | None]:
+        """Look for gradients between the rows of a batch, if it is that of the model.
+
+        Returns the findings in words, and the reason if there are none.
+        """
+        names = "input_ids", "attention_mask"
+        if not isinstance(batch, Mapping) or not all(getattr(batch.get(name), "ndim", 0) == 2 for name in names):
+            return "", None
+        if getattr(inner_model(model), "share_prompts", False):
+            return "gradients between rows were not looked at, because rows share prompts; ", None
+        ids, mask = (batch[name].to(self.trainer.args.device) for name in names)
+        rows = [torch.arange(ids.shape[1])[real] + at * ids.shape[1] for at, real in enumerate(mask.bool().cpu())]
+
+        def forward() -> None:
+            with self.trainer.compute_loss_context_manager():
+                model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+        return "gradients between rows are 0; ", self._look_between(model, forward, dict(batch), rows, nullcontext())
 
 
 @contextmanager
@@ -390,26 +396,13 @@ def _stops_training() -> Iterator[None]:
         raise DifferenceError(str(message)) from error
 
 
-def _saved(ids: torch.Tensor, mask: torch.Tensor) -> str:
-    """The tokens of a batch that are computed if documents share prompts, in words."""
-    batch = PaddedBatch.from_attention_mask(mask, mask.device, ids)
-    given, computed = int(mask.sum()), 0 if batch is None else batch.boundaries.total_length
-    return f" ({computed:,} of {given:,} tokens are computed)" if 0 < computed < given else ""
-
-
-def _padded_batch(trainer: Trainer, model, loader: Any) -> dict[str, Any]:
-    """A batch of the trainer, or prompts with completions if only a generation makes batches."""
-    device = trainer.args.device
-    if token_logps(trainer) is not None:
-        lengths = (40, 24, 40, 32)
-        row = make_row(model, list(lengths), PaddedSamples(), device)
-        return {name: row[name] for name in ("input_ids", "attention_mask")}
-    samples = sorted((loader.dataset[at] for at in range(min(16, len(loader.dataset)))), key=_size)
-    return prepare_inputs(trainer, loader.collate_fn(samples[:2]))
-
-
-def _size(sample: Mapping[str, Any]) -> int:
-    return sum(len(x) for x in sample.values() if hasattr(x, "__len__"))
+def _why_unread(loader: Any, state: State) -> str | None:
+    """Why the samples of a loader cannot be read beside training."""
+    dataset = getattr(loader, "dataset", None)
+    if not has_items(source_of(dataset)):
+        return STREAM
+    consumed = next((x for x in state.left if x.startswith(DATA)), None)
+    return None if consumed is None else f"reading samples would consume {consumed}"
 
 
 def _verify_evaluation(trainer: Trainer) -> str:

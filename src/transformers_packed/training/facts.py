@@ -1,0 +1,126 @@
+"""What a Trainer is before anything changes: read once, for all who decide how it trains."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import IterableDataset
+
+from ..data.collator import DataCollatorWithFlattening
+from ..data.documents import is_packed
+from ..data.samples import has_items
+from ..models.registry import transformers_model
+from .trainers import TrainerRecord, record_of
+from .typed import Trainer
+
+
+# Packages whose Trainers are known to train packed rows correctly, and one whose decorators they use.
+_KNOWN = ("transformers", "trl", "transformers_packed", "contextlib")
+# What no row depends on: how parameters are updated, what is logged and saved, and the samples of a batch. Evaluation
+# reads batches of the user wherever it needs more than the loss of known methods.
+_APART = tuple(
+    "create_ get_optimizer get_decay get_learning log save load store_flos push init_hf prediction_step get_eval_dataloader "
+    "get_test_dataloader get_train_sampler get_eval_sampler add_callback pop_callback remove_callback is_ maybe_log "
+    "call_model hyperparameter hp_".split()
+)
+LOSS_FUNCTION = "compute_loss_func"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a Trainer.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            The Trainer.
+        mode (`str`):
+            How the user wants it to train.
+        name (`str`):
+            The name of its class.
+        record ([`TrainerRecord`]):
+            That of its class.
+        model (`PreTrainedModel`, *optional*):
+            The Transformers model inside of its model.
+        replaced (`tuple[str, ...]`):
+            The methods that a user replaced, on the class or on the instance, and `compute_loss_func`.
+        packed_rows (`bool`):
+            Whether the dataset for training has packed rows.
+        plans_rows (`bool`):
+            Whether it becomes planned rows. Everything that numbers samples would number rows then.
+    """
+
+    trainer: Trainer
+    mode: str
+    name: str
+    record: TrainerRecord
+    model: "transformers.PreTrainedModel | None"
+    replaced: tuple[str, ...]
+    packed_rows: bool
+    plans_rows: bool
+
+    @classmethod
+    def of(cls, trainer: Trainer, mode: str) -> "Facts":
+        record, dataset = record_of(trainer), trainer.train_dataset
+        # Only the arguments tell of a stream that TRL packs.
+        streams = record.prepares and isinstance(dataset, IterableDataset) and bool(trainer.args.packing)
+        packed = is_packed(dataset)
+        plans = mode == "pack" and has_items(dataset) and not packed
+        model, replaced = transformers_model(trainer.model), tuple(replaced_in(trainer))
+        return cls(trainer, mode, type(trainer).__name__, record, model, replaced, packed or streams, plans)
+
+    @property
+    def padded(self) -> bool:
+        """Whether batches stay padded, and the model packs each."""
+        return self.record.pads or self.mode == "batches"
+
+    @property
+    def models(self) -> tuple[torch.nn.Module, ...]:
+        """The models that compute its batches. The one that trains is the last one."""
+        return self.record.models(self.trainer) if self.padded else (self.trainer.model,)
+
+    @property
+    def own(self) -> list[str]:
+        """The replaced methods that may depend on the form of a batch."""
+        return [name for name in self.replaced if not name.lstrip("_").startswith(_APART)]
+
+    @property
+    def has_own_loss(self) -> bool:
+        return not {"compute_loss", LOSS_FUNCTION}.isdisjoint(self.replaced)
+
+    @property
+    def packed_by(self) -> str | None:
+        """What packs the batches of the Trainer as the user has built it."""
+        collator, dataset = self.trainer.data_collator, self.trainer.train_dataset
+        if self.packed_rows:
+            return f"packed rows of the train_dataset ({type(dataset).__name__})"
+        # Also Transformers' collator of this name.
+        flattens = type(collator).__name__ == DataCollatorWithFlattening.__name__
+        packs = flattens or getattr(collator, "padding_free", False)
+        return f"packed rows of the data_collator ({type(collator).__name__})" if packs else None
+
+    def named(self, names: Iterable[str]) -> str:
+        """Methods with the classes that replaced them, which may be those of a library."""
+        return ", ".join(_owned(self.trainer, name) for name in names)
+
+
+def replaced_in(trainer: Trainer) -> list[str]:
+    """The methods of `Trainer` that a user replaced, on the class or on the instance, and a `compute_loss_func`."""
+    every = (name for name in dir(Trainer) if not name.startswith("__") and callable(getattr(Trainer, name)))
+    found = [name for name in every if package_of(getattr(trainer, name)) not in _KNOWN]
+    loss = trainer.compute_loss_func
+    return found + [LOSS_FUNCTION] * (loss is not None and package_of(loss) not in _KNOWN)
+
+
+def package_of(part: Any) -> str:
+    """The package with the code of a method or a callable object, whatever it is wrapped to look like."""
+    function = getattr(part, "__func__", part)
+    home = getattr(function, "__globals__", {"__name__": type(part).__module__})["__name__"]
+    return home.partition(".")[0]
+
+
+def _owned(trainer: Trainer, name: str) -> str:
+    owners = (c for c in type(trainer).__mro__ if name in vars(c) and name not in vars(trainer))
+    owner = next(owners, None)
+    return name if owner is None else f"{owner.__name__}.{name}"

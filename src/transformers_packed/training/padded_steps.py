@@ -1,0 +1,159 @@
+"""Steps of a Trainer on a padded batch of its own, with a model that packs the batch and with one that does not."""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from itertools import count
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from transformers import set_seed
+
+from ..audit.isolation import Seen, watch
+from ..data.documents import PaddedSamples
+from ..models.releases import prepare_inputs, token_logps, training_metrics
+from .compare import GRADIENT, LOSS, Measured, Side
+from .restore import drop_gradients, not_packing
+from .typed import Trainer
+from .warm_up import make_row, only_loss
+
+
+SCORES = "log-probabilities"
+# Samples to choose from, and the most of a batch.
+_LOOKED_AT, _MOST = 16, 4
+
+
+def real_batch(trainer: Trainer, loader: Any) -> Any:
+    """What the loader's collator makes of a few short samples, of different lengths if there are some."""
+    dataset = loader.dataset
+    samples = sorted((dataset[at] for at in range(min(_LOOKED_AT, len(dataset)))), key=_size)
+    lengths = list(map(_size, samples))
+    first = [samples[lengths.index(length)] for length in dict.fromkeys(lengths)]
+    most = max(2, min(trainer.args.per_device_train_batch_size, _MOST))
+    return loader.collate_fn((first if len(first) > 1 else samples)[:most])
+
+
+def _size(sample: Any) -> int:
+    values = sample.values() if isinstance(sample, Mapping) else [sample]
+    return sum(len(x) for x in values if hasattr(x, "__len__"))
+
+
+def made_batch(trainer: Trainer, model: torch.nn.Module) -> dict[str, Any]:
+    """A batch without samples, for trainers whose batches only a generation makes."""
+    row = make_row(model, [40, 24, 40, 32], PaddedSamples(), trainer.args.device)
+    return {name: row[name] for name in ("input_ids", "attention_mask")}
+
+
+def own_step(trainer: Trainer, model: torch.nn.Module, batch: Any) -> Measured:
+    """The loss of the Trainer's own step, and whether the gradients are finite."""
+    batch, items = items_of(trainer, batch)
+    loss = trainer.training_step(model, batch, items).detach()
+    shown = {LOSS: loss, "gradient of the weights": only_finite(largest_gradient(model))}
+    drop_gradients(model)
+    return shown
+
+
+def token_scores(trainer: Trainer, model: torch.nn.Module, batch: dict[str, Any]) -> Measured:
+    """The log-probability of each token, as GRPO and RLOO compute it."""
+    ids, mask, compute = batch["input_ids"], batch["attention_mask"], token_logps(trainer)
+    assert compute is not None
+    with trainer.compute_loss_context_manager(), torch.no_grad():
+        scores = compute(model, ids, mask, ids.shape[1] - 1)[0]
+    return {SCORES: scores.float()[mask[:, 1:] == 1]}
+
+
+def logged_scores(trainer: Trainer, model: torch.nn.Module, batch: dict[str, Any]) -> Measured:
+    """The loss and the mean log-probabilities that DPO and KTO log."""
+    training_metrics(trainer).clear()
+    with trainer.compute_loss_context_manager(), torch.no_grad():
+        loss = only_loss(trainer.compute_loss(model, prepare_inputs(trainer, batch)))
+    logged = training_metrics(trainer)
+    return {SCORES: torch.tensor([loss, *(logged[name][-1] for name in sorted(logged) if name.startswith("logps"))])}
+
+
+def items_of(trainer: Trainer, batch: Any) -> tuple[Any, Any]:
+    """A batch on the device, as the Trainer gets it from its loader, and its number of items."""
+    (batch,), items = trainer.get_batch_samples(
+        iter([send_to_device(batch, trainer.args.device)]), 1, trainer.args.device
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    return batch, items
+
+
+def largest_gradient(model: torch.nn.Module) -> torch.Tensor:
+    gradients = [_local(x.grad) for x in model.parameters() if x.grad is not None]
+    return get_total_norm(gradients, norm_type=math.inf)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """The values of a gradient that this process has."""
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def only_finite(values: torch.Tensor) -> torch.Tensor:
+    """0 for finite values, and NaN for others: what is compared of values that have no bar."""
+    return (values * 0).sum()
+
+
+class PaddedStep:
+    """The step of a Trainer on a padded batch, which its models pack or do not pack.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            The Trainer.
+        model (`torch.nn.Module`):
+            The model that trains, as it is wrapped.
+        models (`tuple[torch.nn.Module, ...]`):
+            All models that compute the batch.
+        measure (`Callable`):
+            That of its [`TrainerRecord`].
+        batch (`Any`):
+            The batch.
+    """
+
+    def __init__(self, trainer: Trainer, model, models: tuple[torch.nn.Module, ...], measure: Callable, batch: Any):
+        self.trainer, self.model, self.models, self.measure, self.batch = trainer, model, models, measure, batch
+        # With packing and without: the tokens of a step, and the runs.
+        self.tokens, self._runs = {True: 0, False: 0}, {True: count(), False: count()}
+
+    def packed(self) -> Measured:
+        return self._run(True)
+
+    def padded(self) -> Measured:
+        return self._run(False)
+
+    def says_nothing(self, padded: Side) -> str | None:
+        """Why nothing was compared, after both sides have run."""
+        if self.tokens[True] == self.tokens[False]:
+            return f"the model computes all {self.tokens[True]} tokens of a batch"
+        if LOSS in padded.runs[0] and not (GRADIENT in padded.runs[0] and padded.all(GRADIENT).any()):
+            return "the loss depends on no token of a batch"
+        return None
+
+    def _run(self, packs: bool) -> Measured:
+        # Both sides draw the same random numbers, and each run draws others.
+        set_seed(next(self._runs[packs]))
+        with ExitStack() as stack:
+            for model in () if packs else self.models:
+                stack.enter_context(not_packing(model))
+            seen = stack.enter_context(watch(self.model))
+            shown = self.measure(self.trainer, self.model, self.batch)
+        self.tokens[packs] = seen.tokens
+        gradient = _gradient(seen)
+        return shown if gradient is None else shown | {GRADIENT: gradient}
+
+
+def _gradient(seen: Seen) -> torch.Tensor | None:
+    """Sums `[8, hidden]` of the gradients of all embeddings, with weights that the ids choose, whatever the layout is."""
+    sums = None
+    for (ids, *_), embeddings in seen.embedded:
+        if embeddings.grad is not None:
+            weights = torch.outer(torch.arange(1.0, 9.0, device=ids.device), ids.flatten() + 1.0).mul(2.4).cos()
+            own = weights @ embeddings.grad.flatten(0, -2).float()
+            sums = own if sums is None else sums + own
+    return sums

@@ -1,0 +1,71 @@
+"""What this package knows of the classes of Trainers: a record for each kind, and a rule for those without one.
+
+Nobody else asks for the class of a Trainer. Another trainer is another record here. If the check before the first step
+has to look at something new, it is a function in `padded_steps.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .compare import Measured
+from .padded_steps import logged_scores, made_batch, own_step, token_scores
+from .typed import Trainer
+
+
+@dataclass(frozen=True)
+class TrainerRecord:
+    """A kind of Trainer. The defaults are the rule for those without a record.
+
+    Args:
+        names (`tuple[str, ...]`):
+            The classes of TRL that the record serves, with their subclasses.
+        pads (`bool`):
+            Whether batches stay padded because their rows belong together, such as pairs and groups. The model then packs
+            each batch, as it does with `packing="batches"`. Batches of other trainers become packed rows.
+        prepares (`bool`):
+            Whether the trainer tokenizes, cuts and packs its datasets, as its arguments `packing`, `eval_packing` and
+            `max_length` say, and keeps the columns that this needs.
+        scores (`bool`):
+            Whether its loss is computed from the scores that TRL's forward returns, and not by the model.
+        beside (`tuple[str, ...]`):
+            The attributes with models that compute its padded batches beside the one that trains.
+        batch (`Callable`, *optional*):
+            Makes the batch of the check before the first step from the Trainer and its model. By default the check takes
+            samples of its data loader.
+        measure (`Callable`):
+            Returns what the check compares of a step on that batch, from the Trainer, its model and the batch.
+    """
+
+    names: tuple[str, ...] = ()
+    pads: bool = False
+    prepares: bool = False
+    scores: bool = False
+    beside: tuple[str, ...] = ("ref_model", "teacher_model")
+    batch: Callable[[Trainer, torch.nn.Module], Any] | None = None
+    measure: Callable[[Trainer, torch.nn.Module, Any], Measured] = own_step
+
+    def models(self, trainer: Trainer) -> tuple[torch.nn.Module, ...]:
+        """The models that compute padded batches. The one that trains is the last one."""
+        found = (getattr(trainer, name, None) for name in self.beside)
+        return (*(model for model in found if isinstance(model, torch.nn.Module)), trainer.model)
+
+
+_SFT = TrainerRecord(("SFTTrainer",), prepares=True, scores=True)
+# Their first loss is a constant, so the check compares log-probabilities.
+_PAIRS = TrainerRecord(("DPOTrainer", "KTOTrainer"), pads=True, measure=logged_scores)
+# Only a generation makes their batches.
+_GROUPS = TrainerRecord(("GRPOTrainer", "RLOOTrainer"), pads=True, batch=made_batch, measure=token_scores)
+RECORDS = _SFT, _PAIRS, _GROUPS
+_RULE = TrainerRecord()
+# Trainers whose rows belong together.
+PREFERENCE = tuple(name for record in RECORDS if record.pads for name in record.names)
+# Trainers of TRL whose own collators only pad.
+ONLY_PAD = _SFT.names
+
+
+def record_of(trainer: Trainer) -> TrainerRecord:
+    names = {cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")}
+    return next((record for record in RECORDS if names & {*record.names}), _RULE)

@@ -1,0 +1,229 @@
+"""`packing="batches"`: any Trainer's own padded batches, packed inside the model and verified by the Trainer's own step."""
+
+import re
+import unittest
+from importlib.util import find_spec
+
+import torch
+from common.records import make_tokenizer
+from common.trl_trainers import HAS_TRL, SGD, TRLTestCase, build_model, updates_and_losses
+from mixins.configure import ConfigureTestCase, said
+from mixins.model import total_relative_error
+from mixins.padding import computed_tokens
+from parameterized import parameterized
+from scripts.configured_arms import tokenizer
+from scripts.trainer_arms import CONFIGS, Samples
+from transformers import AutoModel, AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer
+
+from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingDataset, configure_packing
+from transformers_packed.models.registry import has_our_classes
+
+
+if HAS_TRL:
+    from datasets import Dataset
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+ARGS = {**{name: SGD[name] for name in SGD if name != "bf16"}, "learning_rate": 0.1, "max_steps": 3}
+VERIFIED = r"Verified packing on a batch of which (\d+) of (\d+) tokens are computed: .*differ by (\S+) from padded"
+
+
+class Margin(Trainer):
+    """A loss of the user on padded logits: what a row's real tokens score, more for the first row than for the last."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        scores = model(**inputs).logits.log_softmax(-1)[:, :-1]
+        real = labels[:, 1:] != -100
+        scores = scores.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+        means = (scores * real).sum(1) / real.sum(1)
+        return -(means / torch.arange(1, 1 + len(means))).sum()
+
+
+class ReadsPadding(Margin):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).logits[inputs["attention_mask"] == 0].logsumexp(-1).square().sum()
+
+
+class ReadsRows(Margin):
+    """Weights the rows of hidden states inside of the model, which has one packed row there."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        def weight(module, args, output):
+            return output * torch.arange(1.0, 1 + len(output))[:, None, None]
+
+        handle = model.model.norm.register_forward_hook(weight)
+        try:
+            return super().compute_loss(model, inputs)
+        finally:
+            handle.remove()
+
+
+class Draws(Margin):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs) * (1 + torch.rand(()))
+
+
+Library = type("Library", (Margin,), {"__module__": "library.trainers"})
+
+
+class BatchesTestCase(ConfigureTestCase):
+    def own(self, kind=Margin, **options) -> Trainer:
+        torch.manual_seed(0)
+        model = options.pop("model", None) or AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        options = {
+            "args": {**ARGS, **options.pop("args", {})},
+            "collator": DataCollatorForSeq2Seq(tokenizer()),
+            **options,
+        }
+        trainer = self.trainer(model, **options)
+        trainer.__class__ = kind
+        return trainer
+
+
+def check_same(case, packed, padded, **options) -> None:
+    """The check measures what is the same to 1e-5, and three updates are the same."""
+    case.assertIn("Padding-free on", said(configure_packing, packed, "batches", **options)[0])
+    output, (updates, losses) = said(updates_and_losses, packed)
+    computed, given, error = re.search(VERIFIED, output).groups()
+    case.assertLess(int(computed), int(given))
+    case.assertLess(float(error), 1e-5)
+    want, expected = updates_and_losses(padded)
+    case.assertEqual(len(expected), 3)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    case.assertLess(total_relative_error(updates, want), 1e-5)
+
+
+class OwnTrainerTest(BatchesTestCase):
+    @parameterized.expand([(Margin,), (Draws,), (Trainer,), (Library,)])
+    def test_trains_as_padded(self, kind):
+        check_same(self, self.own(kind), self.own(kind))
+
+    def test_in_mixed_precision(self):
+        """A copy of the output has its logits."""
+        trainer = self.own(args={"bf16": True, "max_steps": 1})
+        said(configure_packing, trainer, "batches")
+        self.assertRegex(said(trainer.train)[0], VERIFIED)
+
+    @parameterized.expand([(ReadsPadding, "loss"), (ReadsRows, "loss")])
+    def test_a_difference_is_an_error(self, kind, what):
+        trainer = self.own(kind)
+        before = [x.detach().clone() for x in trainer.model.parameters()]
+        said(configure_packing, trainer, "batches")
+        with self.assertRaisesRegex(ValueError, f"expected .*{what}.* of the padded batch .*pass verify=False"):
+            said(trainer.train)
+        self.assertTrue(all(map(torch.equal, before, trainer.model.parameters())))
+
+    def test_a_step_that_stops_on_packed_rows(self):
+        class Stops(Margin):
+            def compute_loss(self, model, inputs, *args, **kwargs):
+                with computed_tokens(model.model) as seen:
+                    loss = super().compute_loss(model, inputs)
+                if seen != {inputs["input_ids"].numel()}:
+                    raise KeyError("rows")
+                return loss
+
+        trainer = self.own(Stops)
+        said(configure_packing, trainer, "batches")
+        with self.assertRaisesRegex(ValueError, "expected a step of training on packed rows, got KeyError: 'rows'"):
+            said(trainer.train)
+
+    def test_batches_without_padding(self):
+        trainer = self.own(dataset=[{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 6)
+        said(configure_packing, trainer, "batches")
+        self.assertIn("Not verified: the model computes all 9 tokens of a batch", said(trainer.train)[0])
+
+    def test_a_loss_without_tokens(self):
+        class Constant(Margin):
+            def compute_loss(self, model, inputs, *args, **kwargs):
+                return super().compute_loss(model, inputs) * 0
+
+        trainer = self.own(Constant)
+        said(configure_packing, trainer, "batches")
+        self.assertIn("Not verified: the loss depends on no token", said(trainer.train)[0])
+
+    def test_undo(self):
+        trainer = self.own()
+        collator, callbacks = trainer.data_collator, list(trainer.callback_handler.callbacks)
+        said(configure_packing, trainer, "batches")
+        self.assertTrue(has_our_classes(trainer.model))
+        self.assertEqual((trainer.args.packing, trainer.args.padding_free), (False, True))
+        self.assertIs(trainer.data_collator, collator)
+        said(configure_packing, trainer, False)
+        self.assertFalse(has_our_classes(trainer.model))
+        self.assertEqual(trainer.callback_handler.callbacks, callbacks)
+
+    def test_packed_trainer(self):
+        args = PackedTrainingArguments(self.directory, packing="batches", report_to="none", use_cpu=True)
+        model, collator = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()), DataCollatorForSeq2Seq(tokenizer())
+        output, trainer = said(PackedTrainer, model, args, train_dataset=Samples(6), data_collator=collator)
+        self.assertIn("only the real tokens of padded batches", output)
+        self.assertEqual((trainer.args.packing, trainer.args.padding_free), (False, True))
+
+    @parameterized.expand(
+        [
+            (
+                "rows",
+                {"dataset": PackingDataset(Samples(24), 128)},
+                {},
+                "padded batches, got packed rows of the train",
+            ),
+            ("mtp", {"kind": Trainer}, {"mtp_loss_weight": 0.1}, 'got packing="batches"'),
+            ("graphs", {}, {"cuda_graphs": True}, "whose batches are padded"),
+            ("compiled", {"args": {"torch_compile": True}}, {}, "padded batches without torch.compile"),
+            ("length", {}, {"max_length": 64}, "expected packing=True with max_length"),
+        ]
+    )
+    def test_refused(self, _, options, arguments, message):
+        trainer = self.own(**options)
+        with self.assertRaisesRegex(ValueError, message):
+            configure_packing(trainer, "batches", **arguments)
+        self.assertFalse(has_our_classes(trainer.model))
+
+
+class TRLTest(TRLTestCase):
+    @parameterized.expand(["orpo", "cpo"])
+    def test_trains_as_padded(self, kind):
+        """Trainers that this package does not know."""
+        trainers = []
+        for _ in range(2):
+            cls, config = (ORPOTrainer, ORPOConfig) if kind == "orpo" else (CPOTrainer, CPOConfig)
+            tokens = make_tokenizer()
+            rows = [{"prompt": "q" * i, "chosen": "yes" * (i % 4 + 1), "rejected": "no" * i} for i in range(1, 17)]
+            args = config(self.directory, **{**SGD, "max_steps": 3}, per_device_train_batch_size=4, max_length=64)
+            model = build_model("padded", len(tokens))
+            trainers.append(cls(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokens))
+        self.assertIn('or pass packing="batches"', said(configure_packing, trainers[0])[0])
+        check_same(self, *trainers)
+
+
+@unittest.skipUnless(find_spec("sentence_transformers"), "needs sentence-transformers; written for 6.2.0")
+class SentenceTransformersTest(BatchesTestCase):
+    def test_trains_as_padded(self):
+        from sentence_transformers import (
+            SentenceTransformer,
+            SentenceTransformerTrainer,
+            SentenceTransformerTrainingArguments,
+        )
+        from sentence_transformers.losses import MultipleNegativesRankingLoss
+        from sentence_transformers.models import Pooling, Transformer
+
+        trainers = []
+        for number in range(2):
+            torch.manual_seed(0)
+            tokens, folder = make_tokenizer(), f"{self.directory}/{number}"
+            config = CONFIGS["qwen3_5"]()
+            config.vocab_size = len(tokens)
+            AutoModel.from_config(config).save_pretrained(folder)
+            tokens.save_pretrained(folder)
+            embed = Transformer(folder)
+            model = SentenceTransformer(modules=[embed, Pooling(config.hidden_size)], device="cpu")
+            rows = [{"anchor": "q" * (i % 7 + 1), "positive": "yes" * (i % 4 + 1)} for i in range(16)]
+            args = SentenceTransformerTrainingArguments(self.directory, **ARGS, per_device_train_batch_size=4)
+            loss = MultipleNegativesRankingLoss(model)
+            trainers.append(SentenceTransformerTrainer(model, args, train_dataset=Dataset.from_list(rows), loss=loss))
+        check_same(self, *trainers)
+
+
+if __name__ == "__main__":
+    unittest.main()
