@@ -1,12 +1,16 @@
-"""Tests of scans in Triton's interpreter: `ssd` and `selective_scan`, whose kernels share chunks."""
+"""Tests of both scans, `ssd` and `selective_scan`, whose kernels share chunks."""
 
 from functools import partial
+from unittest import mock
 
 import torch
 from common.fused import errors, guarded_buffers
+from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.device_boundaries import DeviceBoundaries
+from transformers_packed.ops.backends.triton import ssd as chunks
+from transformers_packed.shared_prompts import SharedPrompts
 
 
 LENGTHS = (5, 1, 16, 33)
@@ -30,14 +34,56 @@ def against_documents_alone(call, formula, lengths, inputs, impl, **options):
     return with_gradients(packed, inputs, upstream), with_gradients(alone, [x.double() for x in inputs], upstream)
 
 
-class ScanTesterMixin:
-    """Set `call`, `make_inputs` of a length and sizes, `sizes` of most tests, and `buffer_sizes` of that on memory.
+class ScanReferenceTesterMixin:
+    """Set `call`, `reference`, which takes its arguments, `formula`, `make_inputs` of a length and sizes, and `sizes`.
 
-    The inputs are x, dt, B and C, with a row each, and then those without rows.
+    The inputs are x, dt, B and C, with a row each, and then those without rows: A, D and dt_bias.
     """
+
+    @parameterized.expand([(1,), (16,), (100,), (256,)])
+    def test_chunk_size_does_not_matter(self, size):
+        x, dt, B, C, A, D, bias = inputs = self.make_inputs(100, *self.sizes, torch.float64)
+        actual = self.reference(x, dt, A, B, C, D, bias, chunk_size=size, seq_idx=None)
+        self.assertLess(float((actual - self.formula(*inputs)).abs().max()), 1e-12)
+
+    def test_a_batch_and_its_dtype(self):
+        rows = [self.make_inputs(20, *self.sizes, torch.bfloat16) for _ in range(2)]
+        rows[1][0] = rows[1][0] + 1
+        batch = [torch.cat(pair) for pair in zip(*(row[:4] for row in rows), strict=True)]
+        output = self.call(*batch, *rows[0][4:])
+        self.assertEqual(output.dtype, torch.bfloat16)
+        for i, row in enumerate(rows):
+            self.assertTrue(torch.equal(output[i : i + 1], self.call(*row[:4], *rows[0][4:])))
+
+    def test_refuses_rows_that_share_prompts(self):
+        boundaries = SharedPrompts.of(SequenceBoundaries.from_lengths([4, 5]), [-1, 0])
+        with self.assertRaisesRegex(ValueError, "the op .* does not support a row with shared prompts"):
+            self.call(*self.make_inputs(9, *self.sizes), boundaries=boundaries)
+
+
+class ScanTesterMixin:
+    """Tests in Triton's interpreter. Set `call`, `make_inputs` and `sizes`, and `buffer_sizes` of the test on memory."""
+
+    def setUp(self):
+        super().setUp()
+        # Short chunks, so that short documents have several.
+        self.enterContext(mock.patch.object(chunks, "_CHUNK", 16))
 
     def run_kernel(self, inputs, **options):
         return with_gradients(lambda *x: self.call(*x, impl="triton", **options), inputs, torch.ones_like(inputs[0]))
+
+    def test_no_document_sees_another(self):
+        """The kernels walk token by token, too slow in the interpreter for the requirements on every op."""
+        inputs, boundaries = self.make_inputs(sum(LENGTHS), *self.sizes), SequenceBoundaries.from_lengths(LENGTHS)
+        before = self.run_kernel(inputs, boundaries=boundaries)
+        for document, factor in ((0, float("nan")), (1, 0.5), (2, float("nan")), (3, float("nan"))):
+            changed = [x.clone() for x in inputs]
+            for x in changed[:4]:
+                x.split(LENGTHS, 1)[document].mul_(factor)
+            after = self.run_kernel(changed, boundaries=boundaries)
+            for a, b in zip(after[:5], before[:5], strict=True):
+                same = [torch.equal(*pair) for pair in zip(a.split(LENGTHS, 1), b.split(LENGTHS, 1), strict=True)]
+                self.assertEqual(same, [i != document for i in range(len(LENGTHS))])
 
     def test_batches_and_columns_of_wider_rows(self):
         inputs = self.make_inputs(21, *self.sizes)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from common.fused import errors
 from mixins.op import PackedOpTesterMixin
-from mixins.scan import LENGTHS, ScanTesterMixin, against_documents_alone
+from mixins.scan import LENGTHS, ScanReferenceTesterMixin, ScanTesterMixin, against_documents_alone
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
@@ -19,7 +19,6 @@ from transformers_packed.ops import ssd, torch_ssd
 from transformers_packed.ops.backends import mamba_ssm
 from transformers_packed.ops.backends.triton import ssd as kernels
 from transformers_packed.ops.ssd import _verify_triton
-from transformers_packed.shared_prompts import SharedPrompts
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -41,7 +40,7 @@ def call(x, dt, B, C, A, D, dt_bias, **options):
     return ssd(x, dt, A, B, C, D, dt_bias=dt_bias, **options)
 
 
-def token_by_token(x, dt, B, C, A, D, dt_bias, dt_limit):
+def token_by_token(x, dt, B, C, A, D, dt_bias, dt_limit=(0.0, math.inf)):
     """The formula."""
     heads = x.shape[2] // B.shape[2]
     step = F.softplus(dt + dt_bias).clamp(*dt_limit)
@@ -56,7 +55,6 @@ def token_by_token(x, dt, B, C, A, D, dt_bias, dt_limit):
 
 class PackedSSDTest(PackedOpTesterMixin, unittest.TestCase):
     tolerance = 2e-5
-    impl = "reference"
 
     def make_inputs(self, length):
         *row, A, self.D, self.dt_bias = make_inputs(length, 2, 8, 1, 8)
@@ -65,30 +63,18 @@ class PackedSSDTest(PackedOpTesterMixin, unittest.TestCase):
         return row
 
     def run_op(self, *row, boundaries=None):
-        return call(*row, self.A, self.D, self.dt_bias, boundaries=boundaries, impl=self.impl)
+        return call(*row, self.A, self.D, self.dt_bias, boundaries=boundaries, impl="reference")
 
 
-class InterpretedPackedSSDTest(PackedSSDTest, InterpretedKernelsTest):
-    impl = "triton"
+class ReferenceTest(ScanReferenceTesterMixin, unittest.TestCase):
+    call, make_inputs = staticmethod(call), staticmethod(make_inputs)
+    reference, formula, sizes = staticmethod(torch_ssd), staticmethod(token_by_token), (4, 8, 2, 8)
 
-    def setUp(self):
-        super().setUp()
-        InterpretedKernelsTest.setUp(self)
-
-
-class ReferenceTest(unittest.TestCase):
-    @parameterized.expand([(sizes, limit) for sizes in SIZES for limit in ((0.0, math.inf), (0.25, 1.0))])
+    @parameterized.expand([(sizes, (0.0, math.inf)) for sizes in SIZES] + [(SIZES[1], (0.25, 1.0))])
     def test_against_the_formula(self, sizes, limit):
         inputs = make_inputs(sum(LENGTHS), *sizes)
         actual, expected = against_documents_alone(call, token_by_token, LENGTHS, inputs, "reference", dt_limit=limit)
         self.assertLess(max(errors(actual, expected)), BARS[FLOAT32], errors(actual, expected))
-
-    @parameterized.expand([(1,), (16,), (100,), (256,)])
-    def test_chunk_size_does_not_matter(self, size):
-        x, dt, B, C, A, D, bias = make_inputs(100, 4, 8, 2, 8, torch.float64)
-        expected = token_by_token(x, dt, B, C, A, D, bias, (0.0, math.inf))
-        actual = torch_ssd(x, dt, A, B, C, D, bias, chunk_size=size, seq_idx=None)
-        self.assertLess(float((actual - expected).abs().max()), 1e-12)
 
     def test_against_the_builtin(self):
         from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
@@ -98,20 +84,6 @@ class ReferenceTest(unittest.TestCase):
         expected = mamba2_chunk_scan(x, dt, A, B, C, 16, D=D, dt_bias=bias, dt_softplus=True, dt_limit=limit)
         actual = call(x, dt, B, C, A, D, bias, dt_limit=limit)
         self.assertLess(max(errors([actual], [expected])), 1e-6)
-
-    def test_a_batch_and_its_dtype(self):
-        rows = [make_inputs(20, 4, 8, 2, 8, BFLOAT16), make_inputs(20, 4, 8, 2, 8, BFLOAT16)]
-        rows[1][0] = rows[1][0] + 1
-        batch = [torch.cat(pair) for pair in zip(*(row[:4] for row in rows), strict=True)]
-        output = call(*batch, *rows[0][4:])
-        self.assertEqual(output.dtype, BFLOAT16)
-        for i, row in enumerate(rows):
-            self.assertTrue(torch.equal(output[i : i + 1], call(*row[:4], *rows[0][4:])))
-
-    def test_refuses_rows_that_share_prompts(self):
-        boundaries = SharedPrompts.of(SequenceBoundaries.from_lengths([4, 5]), [-1, 0])
-        with self.assertRaisesRegex(ValueError, "the op ssd does not support a row with shared prompts"):
-            call(*make_inputs(9, 4, 8, 2, 8), boundaries=boundaries)
 
     @parameterized.expand(
         [
@@ -133,16 +105,11 @@ class ReferenceTest(unittest.TestCase):
 
 class InterpretedTest(ScanTesterMixin, InterpretedKernelsTest):
     call, make_inputs = staticmethod(call), staticmethod(make_inputs)
-    sizes, buffer_sizes = SIZES[0], SIZES[1:3]
-
-    def setUp(self):
-        super().setUp()
-        # Short chunks, so that short documents have several.
-        self.enterContext(mock.patch.object(kernels, "_CHUNK", 16))
+    sizes, buffer_sizes = SIZES[0], SIZES[1:2]
 
     @parameterized.expand(
-        [(sizes, (0.0, math.inf), dtype) for sizes in SIZES for dtype in (FLOAT32, BFLOAT16)]
-        + [(SIZES[0], (0.25, 1.0), FLOAT32)]
+        [(sizes, (0.0, math.inf), FLOAT32) for sizes in SIZES]
+        + [(SIZES[1], (0.0, math.inf), BFLOAT16), (SIZES[0], (0.25, 1.0), FLOAT32)]
     )
     def test_against_the_formula(self, sizes, limit, dtype):
         inputs = make_inputs(sum(LENGTHS), *sizes, dtype)
