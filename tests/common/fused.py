@@ -8,6 +8,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import (
@@ -191,6 +192,39 @@ def _row_and_weight(normal, tokens, *, width, rows=1):
     return [*(normal(1, tokens, width) for _ in range(rows)), normal(width)]
 
 
+def _gated_norm(name, released, small=None, heads_have_weights=False, **options):
+    """Build the cases of a gated norm alone and before a linear layer."""
+
+    def rows(normal, tokens, heads, dim):
+        weight = normal(heads, dim) if heads_have_weights else normal(dim)
+        return [normal(1, tokens, heads, dim), normal(1, tokens, heads, dim), weight]
+
+    def with_linear(normal, tokens, heads, dim):
+        return [*rows(normal, tokens, heads, dim), normal(24, heads * dim) / 32]
+
+    def norm(impl, x, gate, scale, weight=None):
+        return gated_rms_norm(x, gate, scale, linear_weight=weight, impl=impl, **options)
+
+    sizes = [{"heads": 3, "dim": 32}]
+    return [
+        Case(name, norm, rows, per_token=2, small=small or sizes, released=released),
+        Case(f"{name}_linear", norm, with_linear, per_token=2, small=sizes, released=released[-1:]),
+    ]
+
+
+def _gate(name, width, **options):
+    """Build the cases of a gate alone and before a linear layer."""
+
+    def gate(impl, gate, x, weight=None):
+        return glu(gate, x, weight, impl=impl, **options)
+
+    sizes = {"small": [{"width": 37}], "released": [{"width": width}]}
+    return [
+        Case(name, gate, lambda normal, tokens, width: [normal(1, tokens, width) for _ in range(2)], 2, **sizes),
+        Case(f"{name}_linear", gate, _make_gated_linear, 2, **sizes),
+    ]
+
+
 WIDTHS = [{"width": width} for width in (1024, 2560, 4096)]
 CASES = [
     Case(
@@ -218,50 +252,17 @@ CASES = [
         small=[{"width": 100}],
         released=WIDTHS,
     ),
-    Case(
-        "gated_rms_norm",
-        lambda impl, x, gate, weight: gated_rms_norm(x, gate, weight, impl=impl),
-        lambda normal, tokens, heads, dim: [normal(1, tokens, heads, dim), normal(1, tokens, heads, dim), normal(dim)],
-        per_token=2,
-        small=[{"heads": 3, "dim": 32}],
-        released=[{"heads": 16, "dim": 128}],
-    ),
-    Case(
-        "sigmoid_gated_rms_norm",
-        lambda impl, x, gate, weight: gated_rms_norm(x, gate, weight, activation="sigmoid", impl=impl),
-        lambda normal, tokens, heads, dim: [normal(1, tokens, heads, dim), normal(1, tokens, heads, dim), normal(dim)],
-        per_token=2,
-        small=[{"heads": 3, "dim": 32}],
-        released=[{"heads": 32, "dim": 128}],
-    ),
-    Case(
+    *_gated_norm("gated_rms_norm", [{"heads": 16, "dim": 128}]),
+    *_gated_norm("sigmoid_gated_rms_norm", [{"heads": 32, "dim": 128}], activation="sigmoid"),
+    *_gated_norm(
         "gate_first_rms_norm",
-        lambda impl, x, gate, weight: gated_rms_norm(x, gate, weight, gate_first=True, impl=impl),
-        lambda normal, tokens, heads, dim: [
-            normal(1, tokens, heads, dim),
-            normal(1, tokens, heads, dim),
-            normal(heads, dim),
-        ],
-        per_token=2,
+        [{"heads": 1, "dim": 8192}, {"heads": 8, "dim": 1024}],
         small=[{"heads": 1, "dim": 37}, {"heads": 3, "dim": 32}],
-        released=[{"heads": 1, "dim": 8192}, {"heads": 8, "dim": 1024}],
+        heads_have_weights=True,
+        gate_first=True,
     ),
-    Case(
-        "swiglu",
-        lambda impl, gate, up: glu(gate, up, impl=impl),
-        lambda normal, tokens, width: [normal(1, tokens, width), normal(1, tokens, width)],
-        per_token=2,
-        small=[{"width": 37}],
-        released=[{"width": 3584}],
-    ),
-    Case(
-        "sigmoid_gate",
-        lambda impl, gate, x: glu(gate, x, activation="sigmoid", impl=impl),
-        lambda normal, tokens, width: [normal(1, tokens, width), normal(1, tokens, width)],
-        per_token=2,
-        small=[{"width": 37}],
-        released=[{"width": 4096}],
-    ),
+    *_gate("swiglu", 3584),
+    *_gate("sigmoid_gate", 4096, activation="sigmoid"),
     Case(
         "stream_gates",
         lambda impl, low, factors: stream_gates(low, factors, factors.shape[-1], impl=impl),
@@ -299,57 +300,6 @@ CASES = [
         released=[{"heads": 4, "dim": 2560}],
     ),
     Case(
-        "gated_rms_norm_linear",
-        lambda impl, x, gate, scale, weight: gated_rms_norm(x, gate, scale, linear_weight=weight, impl=impl),
-        lambda normal, tokens, heads, dim: [
-            normal(1, tokens, heads, dim),
-            normal(1, tokens, heads, dim),
-            normal(dim),
-            normal(24, heads * dim) / 32,
-        ],
-        per_token=2,
-        small=[{"heads": 3, "dim": 32}],
-        released=[{"heads": 16, "dim": 128}],
-    ),
-    Case(
-        "sigmoid_gated_rms_norm_linear",
-        lambda impl, x, gate, scale, weight: gated_rms_norm(
-            x, gate, scale, activation="sigmoid", linear_weight=weight, impl=impl
-        ),
-        lambda normal, tokens, heads, dim: [
-            normal(1, tokens, heads, dim),
-            normal(1, tokens, heads, dim),
-            normal(dim),
-            normal(24, heads * dim) / 32,
-        ],
-        per_token=2,
-        small=[{"heads": 3, "dim": 32}],
-        released=[{"heads": 32, "dim": 128}],
-    ),
-    Case(
-        "gate_first_rms_norm_linear",
-        lambda impl, x, gate, scale, weight: gated_rms_norm(
-            x, gate, scale, gate_first=True, linear_weight=weight, impl=impl
-        ),
-        lambda normal, tokens, heads, dim: [
-            normal(1, tokens, heads, dim),
-            normal(1, tokens, heads, dim),
-            normal(heads, dim),
-            normal(24, heads * dim) / 32,
-        ],
-        per_token=2,
-        small=[{"heads": 3, "dim": 32}],
-        released=[{"heads": 8, "dim": 1024}],
-    ),
-    Case(
-        "swiglu_linear",
-        lambda impl, gate, up, weight: glu(gate, up, weight, impl=impl),
-        _make_gated_linear,
-        per_token=2,
-        small=[{"width": 37}],
-        released=[{"width": 3584}],
-    ),
-    Case(
         "swiglu_linear_lora",
         lambda impl, gate, up, *layer: glu(gate, up, _adapted(*layer), impl=impl),
         lambda normal, tokens, width, rank: [
@@ -382,14 +332,6 @@ CASES = [
         small=[{"width": 37, "wide": 130, "narrow": 5, "rank": 3}],
         released=[{"width": 2560, "wide": 4096, "narrow": 32, "rank": 16}],
         fused="fused",
-    ),
-    Case(
-        "sigmoid_gate_linear",
-        lambda impl, gate, x, weight: glu(gate, x, weight, activation="sigmoid", impl=impl),
-        _make_gated_linear,
-        per_token=2,
-        small=[{"width": 37}],
-        released=[{"width": 4096}],
     ),
     Case(
         "gated_delta_gates",
@@ -492,6 +434,25 @@ def saved_in(function: Callable) -> list[torch.Tensor]:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         function()
     return kept
+
+
+class LargestTensor(TorchDispatchMode):
+    """Record the number of elements of the largest new tensor, and the sizes of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.products = 0, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {x.data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for x in result if isinstance(result, tuple | list) else (result,):
+            # Views and results of operations in place are not new.
+            if isinstance(x, torch.Tensor) and x.data_ptr() not in given:
+                self.elements = max(self.elements, x.numel())
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            self.products.append(tuple(result.shape))
+        return result
 
 
 _MARGIN = 1 << 14

@@ -1,4 +1,3 @@
-import itertools
 import unittest
 
 import torch
@@ -11,7 +10,14 @@ from transformers_packed.ops import causal_conv1d, torch_causal_conv1d
 
 
 ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "gelu": F.gelu}
-VARIANTS = list(itertools.product((1, 2, 3, 4, 7), (True, False), ACTIVATIONS))
+VARIANTS = [
+    (1, True, None),
+    (2, False, "silu"),
+    (3, True, "gelu"),
+    (4, True, "silu"),
+    (4, False, None),
+    (7, False, "gelu"),
+]
 
 
 def builtin_math(hidden_states, weight, bias, activation):
@@ -59,10 +65,6 @@ class PackedCausalConv1dTest(PackedOpTesterMixin, unittest.TestCase):
             self.assertLess(relative_error(gradient, sum(pieces)), self.tolerance)
 
 
-class NarrowPackedCausalConv1dTest(PackedCausalConv1dTest):
-    width, bias, activation = 2, False, None
-
-
 class WidePackedCausalConv1dTest(PackedCausalConv1dTest):
     width, bias, activation = 7, False, "gelu"
 
@@ -83,6 +85,7 @@ class CausalConv1dTest(unittest.TestCase):
             leaves = [x for x in inputs if x is not None]
             upstream = torch.randn(2, length, 6)
             ours = torch_causal_conv1d(*inputs, activation)
+            self.assertTrue(torch.equal(causal_conv1d(*inputs, activation), ours))
             gradients = torch.autograd.grad((ours * upstream).sum(), leaves)
             for oracle in (builtin_math, token_by_token):
                 expected = oracle(*inputs, activation)
@@ -90,12 +93,7 @@ class CausalConv1dTest(unittest.TestCase):
                 for a, b in zip(gradients, torch.autograd.grad((expected * upstream).sum(), leaves), strict=True):
                     self.assertLess(relative_error(a, b), 1e-5)
 
-    @parameterized.expand(VARIANTS)
-    def test_public_function_without_boundaries(self, width, bias, activation):
-        inputs = self.make(width, bias)
-        self.assertTrue(torch.equal(causal_conv1d(*inputs, activation), torch_causal_conv1d(*inputs, activation)))
-
-    @parameterized.expand(itertools.product((1, 3, 4), (True, False), (None, "silu")))
+    @parameterized.expand(VARIANTS[:4])
     def test_gradcheck(self, width, bias, activation):
         inputs = [x for x in self.make(width, bias, length=5, dtype=torch.float64) if x is not None]
 
@@ -108,8 +106,6 @@ class CausalConv1dTest(unittest.TestCase):
         inputs = self.make(4, True)
         packing = SequenceBoundaries.from_lengths([7, 13]).kernel_kwargs()
         plain = torch_causal_conv1d(*inputs, "silu")
-        for name, value in packing.items():
-            self.assertTrue(torch.equal(torch_causal_conv1d(*inputs, "silu", **{name: value}), plain), name)
         self.assertTrue(torch.equal(torch_causal_conv1d(*inputs, "silu", **packing), plain))
 
     @parameterized.expand([(torch.bfloat16,), (torch.float16,)])
@@ -131,7 +127,3 @@ class CausalConv1dTest(unittest.TestCase):
     def test_refuses_shapes_that_do_not_fit(self, _, shape, weight_shape, got):
         with self.assertRaisesRegex(ValueError, rf"^expected .*\[B, T, D\].*, got {got}\. Squeeze"):
             causal_conv1d(torch.zeros(shape), torch.zeros(weight_shape))
-
-    def test_unknown_impl(self):
-        with self.assertRaisesRegex(ValueError, r'^expected .*"auto".*reference.*, got "fast"'):
-            causal_conv1d(torch.zeros(1, 5, 6), torch.zeros(6, 4), impl="fast")

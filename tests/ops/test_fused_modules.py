@@ -1,21 +1,27 @@
-"""RMS norms. test_fused.py has the common tests of fused ops."""
+"""Fused ops against the stock modules that they replace, and calls that they refuse. test_fused.py has their kernels."""
 
 import unittest
 
 import pytest
 import torch
-from common.fused import relative
+from common.fused import errors, relative
 from mixins.op import BuiltinTesterMixin
 from mixins.triton import InterpretedKernelsTest, bad_input_tests
 from parameterized import parameterized
+from transformers import Qwen3_5TextConfig
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
-from transformers_packed.ops import gated_rms_norm, rms_norm
+from transformers_packed.ops import gated_delta_gates, gated_rms_norm, glu, qk_norm_rope, rms_norm
 
 
 def ones(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
+
+
+def rotate(query_gate=(1, 5, 2, 16), key=(1, 5, 1, 8), weights=(8,), cos=(1, 5, 4), sin=None, impl="auto"):
+    shapes = (query_gate, key, weights, weights, cos, sin or cos)
+    return qk_norm_rope(*(ones(*shape) for shape in shapes), impl=impl)
 
 
 HALF = ones(1, 5, 48, dtype=torch.float64)
@@ -34,6 +40,28 @@ SHAPES = [
         lambda: gated_rms_norm(ones(2, 3, 4), ones(2, 12), ones(4), linear_weight=ones(5, 12)),
         "expected hidden_states and gate",
     ),
+    (
+        "activation",
+        lambda: glu(ones(2, 4), ones(2, 4), activation="gelu"),
+        r"expected an activation of .*'silu'.*got \"gelu\"",
+    ),
+    ("swiglu", lambda: glu(ones(2, 4), ones(4)), "expected gate and hidden_states of the same shape"),
+    ("sigmoid_gate", lambda: glu(ones(2, 4), ones(2, 1), activation="sigmoid"), "expected gate and hidden_states"),
+    ("swiglu_linear", lambda: glu(ones(2, 4), ones(4), ones(3, 4)), "expected gate and hidden_states"),
+    ("swiglu_linear_weight", lambda: glu(*(ones(2, 4),) * 2, ones(4, 3)), r"a weight \[out, 4\]"),
+    ("gate_linear_ndim", lambda: glu(*(ones(2, 4),) * 2, ones(4), activation="sigmoid"), r"a weight \[out, 4\]"),
+    ("rotary_gate", lambda: rotate(query_gate=(1, 5, 2, 8)), "expected"),
+    ("rotary_tokens", lambda: rotate(key=(1, 4, 1, 8)), "expected"),
+    ("rotary_ndim", lambda: rotate(query_gate=(5, 2, 16), key=(5, 1, 8)), "expected"),
+    ("rotary_weights", lambda: rotate(weights=(4,)), r"weights \[dim\]"),
+    ("rotary_cos", lambda: rotate(cos=(1, 4, 4)), "expected"),
+    ("rotary_cos_ndim", lambda: rotate(cos=(5, 4)), "expected"),
+    ("rotary_sin", lambda: rotate(sin=(1, 5, 2)), "expected"),
+    ("rotary_odd", lambda: rotate(cos=(1, 5, 3)), "expected"),
+    ("rotary_too_wide", lambda: rotate(cos=(1, 5, 10)), "expected"),
+    ("decay_b", lambda: gated_delta_gates(ones(2, 4), ones(2, 3), ones(4), ones(4)), "expected"),
+    ("decay_a_log", lambda: gated_delta_gates(ones(2, 4), ones(2, 4), ones(1), ones(4)), "value heads"),
+    ("decay_dt_bias", lambda: gated_delta_gates(ones(2, 4), ones(2, 4), ones(4), ones(2, 4)), "value heads"),
 ]
 UNSERVED = [
     ("norm_width", lambda impl: rms_norm(ones(1, 16400), ones(16400), impl=impl), "widths up to 16384, not 16400"),
@@ -47,6 +75,21 @@ UNSERVED = [
         "gated_norm_dtypes",
         lambda impl: gated_rms_norm(ones(2, 4), ones(2, 4, dtype=torch.bfloat16), ones(4), impl=impl),
         "needs one dtype",
+    ),
+    ("swiglu_dtypes", lambda impl: glu(ones(4), ones(4, dtype=torch.bfloat16), impl=impl), "needs one dtype"),
+    (
+        "gate_linear_dtypes",
+        lambda impl: glu(ones(2, 4, dtype=torch.bfloat16), ones(2, 4), ones(3, 4), activation="sigmoid", impl=impl),
+        "needs one dtype",
+    ),
+    ("swiglu_float64", lambda impl: glu(HALF, HALF, impl=impl), "not torch.float64"),
+    ("sigmoid_gate_float64", lambda impl: glu(HALF, HALF, activation="sigmoid", impl=impl), "not torch.float64"),
+    ("rotary_dim", lambda impl: rotate((1, 5, 2, 24), (1, 5, 1, 12), (12,), impl=impl), "power of two"),
+    ("rotary_none", lambda impl: rotate(cos=(1, 5, 0), impl=impl), "needs rotary channels"),
+    (
+        "decay_float64",
+        lambda impl: gated_delta_gates(HALF, HALF, HALF[0, 0], HALF[0, 0], impl=impl),
+        "not torch.float64",
     ),
 ]
 
@@ -104,12 +147,63 @@ class ReferenceTest(BuiltinTesterMixin, unittest.TestCase):
         inputs = [self.normal(9, 40), self.normal(9, 40), self.normal(40)]
         self.assert_same(ours, lambda x, gate, w: (self.call(module, weight=w)(x, gate),), inputs)
 
+    def test_swiglu(self):
+        config = Qwen3_5TextConfig(hidden_size=8, intermediate_size=24)
+        module = builtin.Qwen3_5MLP(config, 24)
+        self.assert_same(
+            lambda x: (module.down_proj(glu(module.gate_proj(x), module.up_proj(x), impl="reference")),),
+            lambda x: (module(x),),
+            [self.normal(2, 7, 8)],
+        )
+
+    def test_sigmoid_gate(self):
+        self.assert_same(
+            lambda gate, x: (glu(gate, x, activation="sigmoid", impl="reference"),),
+            lambda gate, x: (x * torch.sigmoid(gate),),
+            [self.normal(2, 7, 8), self.normal(2, 7, 8)],
+        )
+
+    def test_qk_norm_rope(self):
+        norm = builtin.Qwen3_5RMSNorm(16)
+        config = Qwen3_5TextConfig(
+            hidden_size=64,
+            num_attention_heads=3,
+            head_dim=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        )
+        cos, sin = builtin.Qwen3_5TextRotaryEmbedding(config)(self.normal(1), torch.arange(7)[None].expand(3, 2, 7))
+        self.assertEqual(cos.shape, (2, 7, 8))
+
+        def theirs(query_gate, key, query_weight, key_weight):
+            query, gate = query_gate.chunk(2, dim=-1)
+            query = self.call(norm, weight=query_weight)(query).transpose(1, 2)
+            key = self.call(norm, weight=key_weight)(key).transpose(1, 2)
+            query, key = builtin.apply_rotary_pos_emb(query, key, cos, sin)
+            return query.transpose(1, 2), key.transpose(1, 2), gate
+
+        inputs = [self.normal(2, 7, 3, 32), self.normal(2, 7, 1, 16), self.normal(16), self.normal(16)]
+        self.assert_same(lambda *x: qk_norm_rope(*x, cos, sin, impl="reference"), theirs, inputs)
+
+    def test_gated_delta_gates(self):
+        def theirs(a, b, a_log, dt_bias):
+            return -a_log.float().exp() * torch.nn.functional.softplus(a.float() + dt_bias), b.sigmoid()
+
+        inputs = [self.normal(2, 7, 6), self.normal(2, 7, 6), self.normal(6), self.normal(6)]
+        self.assert_same(lambda *x: gated_delta_gates(*x, impl="reference"), theirs, inputs)
+
 
 class BadInputTest(bad_input_tests(SHAPES, UNSERVED)):
-    pass
+    def test_weights_of_the_heads_have_one_dtype(self):
+        query_gate, key, weight, _, cos, sin = (
+            ones(*x) for x in ((1, 5, 2, 16), (1, 5, 1, 8), (8,), (8,), *2 * [(1, 5, 4)])
+        )
+        with self.assertRaisesRegex(ValueError, "weights of one dtype"):
+            qk_norm_rope(query_gate, key, weight, weight.bfloat16(), cos, sin, impl="triton")
+        with self.assertRaisesRegex(ValueError, "does not compute gradients of cos and sin"):
+            qk_norm_rope(query_gate, key, weight, weight, cos.requires_grad_(), sin, impl="triton")
 
 
-class InPlaceTest(InterpretedKernelsTest):
+class KernelsTest(InterpretedKernelsTest):
     def test_results_may_be_changed_in_place(self):
         """As with a hook on a norm: the gradients are those of the changed result."""
         for name, residual in (("alone", None), ("residual", torch.randn(2, 3, 8))):
@@ -123,8 +217,6 @@ class InPlaceTest(InterpretedKernelsTest):
                 with self.subTest(name):
                     self.assertLess((got - expected).abs().max(), 1e-4)
 
-
-class AutocastTest(InterpretedKernelsTest):
     def test_a_stream_in_another_precision(self):
         """Under autocast, the result of a layer is bfloat16 and the residual stream float32."""
         generator = torch.Generator().manual_seed(0)
@@ -139,6 +231,15 @@ class AutocastTest(InterpretedKernelsTest):
         for actual, expected in zip(results["triton"], results["reference"], strict=True):
             self.assertEqual(actual.dtype, expected.dtype)
             self.assertLess(relative(actual, expected), 1e-6 if actual.dtype == torch.float32 else 1e-2)
+
+    @parameterized.expand([("silu",), ("sigmoid",)])
+    def test_without_a_dimension_of_tokens(self, activation):
+        found = []
+        for impl in ("triton", "reference"):
+            leaves = [x.requires_grad_() for x in torch.linspace(-1, 1, 96).split([16, 16, 64])]
+            y = glu(leaves[0], leaves[1], leaves[2].view(4, 16), activation=activation, impl=impl)
+            found.append(torch.autograd.grad(y.square().sum(), leaves))
+        self.assertLess(max(errors(*found)), 1e-6)
 
 
 if __name__ == "__main__":
