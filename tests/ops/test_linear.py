@@ -66,31 +66,15 @@ class ProjectTest(unittest.TestCase):
         self.calls.clear()
 
     def test_equals_each_layer_alone(self):
-        self.check(*make(), [3])
-
-    @parameterized.expand([("one", (1,)), ("two", (0, 2))])
-    def test_with_outputs_that_nobody_uses(self, _, used):
-        self.check(*make(), [3], used=used)
-
-    def test_not_on_a_cpu(self):
+        """With outputs that nobody uses, a frozen weight, a frozen input and biases too."""
+        for used in ((0, 1, 2), (1,), (0, 2)):
+            self.check(*make(), [3], used=used)
         with on_a_gpu(False):
             self.check(*make(), [])
-
-    def test_with_a_frozen_weight(self):
-        layers, x = make()
-        layers[1].weight.requires_grad_(False)
-        self.check(layers, x, [3])
-
-    def test_with_a_frozen_input(self):
         layers, x = make()
         self.check(layers, x.detach(), [3])
-
-    def test_without_any_token(self):
-        layers, x = make()
-        outputs = project(x[:, :0], *layers)
-        self.assertEqual([y.shape for y in outputs], [(2, 0, 5), (2, 0, 1), (2, 0, 8)])
-
-    def test_with_biases(self):
+        layers[1].weight.requires_grad_(False)
+        self.check(layers, x, [3])
         self.check(*make(bias=True), [3])
 
     def test_what_hangs_on_a_layer_still_runs(self):
@@ -259,15 +243,12 @@ class FusedTest(unittest.TestCase):
         self.check(rows(2, 5, WIDTH), made(group))
         self.check(rows(2, 5, WIDTH, dtype=FLOAT32), made(group, FLOAT32), 1e-5)
 
-    @parameterized.expand(GROUPS)
-    def test_tokens_of_other_shapes(self, _, group):
-        layers = made(group)
+    def test_tokens_of_other_shapes(self):
+        layers = made(EVERYTHING)
         for shape in [(WIDTH,), (1, WIDTH), (1, 1, WIDTH), (3, 1, 2, WIDTH), (2, 0, WIDTH)]:
             with self.subTest(shape):
                 self.check(rows(*shape), layers)
-
-    def test_no_tokens_give_zero_gradients(self):
-        gradients = run("fused", rows(1, 0, WIDTH), made(EVERYTHING))[len(EVERYTHING) + 1 :]
+        gradients = run("fused", rows(1, 0, WIDTH), layers)[len(layers) + 1 :]
         self.assertTrue(all(g is None or not g.count_nonzero() for g in gradients))
 
     def test_input_that_is_not_contiguous(self):
@@ -300,11 +281,7 @@ class FusedTest(unittest.TestCase):
         [
             ("frozen", (), False),
             ("weight", ("weight",), True),
-            ("bias", ("bias",), False),
             ("down", ("down",), True),
-            ("up", ("up",), False),
-            ("adapter_bias", ("adapter_bias",), False),
-            ("adapters", ("down", "up"), True),
             ("adapters_and_biases", ("bias", "up", "adapter_bias"), False),
         ]
     )
@@ -335,18 +312,17 @@ class FusedTest(unittest.TestCase):
             given = [x, *(t for t in flatten(layers)[1] if t is not None)]
             self.assertTrue(all(shares_memory(y, given) for y in kept))
 
-    @parameterized.expand(GROUPS)
-    def test_outputs_may_be_changed_in_place(self, _, group):
-        for tokens in (1, 5):
-            for changed in range(len(group)):
-                layers, found = made(group), []
-                for impl in ("fused", "reference"):
-                    x = rows(1, tokens, WIDTH)
-                    outputs = shared_input_linears(x, *layers, impl=impl)
-                    outputs[changed].mul_(2)
-                    leaves = [x, *(t for t in flatten(layers)[1] if t is not None)]
-                    found.append(torch.autograd.grad(sum(y.sin().sum() for y in outputs), leaves))
-                self.compare(*found)
+    @parameterized.expand([(1, GROUPS[-2][1]), (5, EVERYTHING)])
+    def test_outputs_may_be_changed_in_place(self, tokens, group):
+        for changed in range(len(group)):
+            layers, found = made(group), []
+            for impl in ("fused", "reference"):
+                x = rows(1, tokens, WIDTH)
+                outputs = shared_input_linears(x, *layers, impl=impl)
+                outputs[changed].mul_(2)
+                leaves = [x, *(t for t in flatten(layers)[1] if t is not None)]
+                found.append(torch.autograd.grad(sum(y.sin().sum() for y in outputs), leaves))
+            self.compare(*found)
 
     def test_repeated_backward(self):
         layers, x = made(EVERYTHING), rows(2, 5, WIDTH)
@@ -354,12 +330,6 @@ class FusedTest(unittest.TestCase):
         loss = sum(y.sin().sum() for y in shared_input_linears(x, *layers, impl="fused"))
         first = torch.autograd.grad(loss, leaves, retain_graph=True)
         self.assertTrue(all(map(torch.equal, first, torch.autograd.grad(loss, leaves))))
-
-    def test_second_derivatives_are_refused(self):
-        x = rows(2, 5, WIDTH)
-        (y,) = shared_input_linears(x, *made([layer(7, 2)]), impl="fused")
-        with self.assertRaisesRegex(ValueError, "got create_graph=True. Call the layers one by one, as on a CPU"):
-            torch.autograd.grad(y.sum(), x, create_graph=True)
 
     def test_names_in_records(self):
         x = rows(2, WIDTH)
@@ -464,15 +434,8 @@ class PrecisionTest(unittest.TestCase):
         expected = [y.detach(), *torch.autograd.grad(y, leaves, upstream.double())]
         return [[relative(a, b) for a, b in zip(results, expected, strict=True)] for results in found]
 
-    @parameterized.expand(
-        [
-            (f"{base}_{x}_{out}".replace("torch.", ""), base, x, out)
-            for base in (BFLOAT16, FLOAT32)
-            for x in (BFLOAT16, FLOAT32)
-            for out in (7, 200)
-        ]
-    )
-    def test_is_not_worse_than_peft_under_autocast(self, _, base_dtype, x_dtype, out):
+    @parameterized.expand([(BFLOAT16, BFLOAT16, 200), (FLOAT32, FLOAT32, 7), (BFLOAT16, FLOAT32, 200)])
+    def test_is_not_worse_than_peft_under_autocast(self, base_dtype, x_dtype, out):
         for i, (ours, pefts) in enumerate(zip(*self.errors(base_dtype, x_dtype, out), strict=True)):
             self.assertGreater(pefts, 1e-4)
             self.assertLess(ours, 2 * pefts, f"result {i}")
@@ -555,23 +518,16 @@ class QuantizedTest(unittest.TestCase):
                 self.assertIsNone(next(gradients))
                 self.calls = 0
 
-    def test_dequantizes_once_for_each_direction(self):
+    def test_dequantizes_once_for_each_direction_that_somebody_needs(self):
         _, fake = self.layers()
         x = rows(2, 5, WIDTH)
-        outputs = shared_input_linears(x, *fake, impl="fused")
-        self.assertEqual(self.calls, len(fake))
-        sum(y.sum() for y in outputs).backward()
-        self.assertEqual(self.calls, 2 * len(fake))
-
-    def test_does_not_dequantize_for_a_gradient_that_nobody_needs(self):
-        _, fake = self.layers()
-        outputs = shared_input_linears(rows(2, 5, WIDTH).detach(), *fake, impl="fused")
-        sum(y.sum() for y in outputs).backward()
-        self.assertEqual(self.calls, len(fake))
-        # One output of five.
-        self.calls = 0
-        shared_input_linears(rows(2, 5, WIDTH), *fake, impl="fused")[1].sum().backward()
-        self.assertEqual(self.calls, len(fake) + 1)
+        # One output of five, and an input without gradient.
+        for inputs, used, again in ((x, slice(None), len(fake)), (x, slice(1, 2), 1), (x.detach(), slice(None), 0)):
+            self.calls = 0
+            outputs = shared_input_linears(inputs, *fake, impl="fused")
+            self.assertEqual(self.calls, len(fake))
+            sum(y.sum() for y in outputs[used]).backward()
+            self.assertEqual(self.calls, len(fake) + again)
 
     def test_saves_neither_the_weight_nor_an_unneeded_input(self):
         x = rows(2, 5, WIDTH)
@@ -581,12 +537,6 @@ class QuantizedTest(unittest.TestCase):
             self.assertEqual(shares_memory(x, kept), needed)
             weights = [p.weight.compute() for p in fake]
             self.assertFalse([y for y in kept for w in weights if torch.equal(y, w)])
-
-    def test_a_weight_in_another_dtype_than_the_products(self):
-        _, fake = self.layers(FLOAT32, stored=BFLOAT16)
-        x = rows(2, 5, WIDTH, dtype=FLOAT32)
-        for a, b in zip(run("fused", x, fake), run("reference", x, fake), strict=True):
-            self.assertTrue(a is None or relative(a, b) < 1e-5)
 
     @parameterized.expand([("fused",), ("reference",)])
     def test_products_in_less_precision_than_the_input(self, impl):
@@ -604,7 +554,3 @@ class QuantizedTest(unittest.TestCase):
             found.append([*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, upstream)])
         for a, b in zip(*found, strict=True):
             self.assertLess(relative(a, b), 2e-2)
-
-
-if __name__ == "__main__":
-    unittest.main()
