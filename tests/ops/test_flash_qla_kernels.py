@@ -90,6 +90,10 @@ class FlashQLACompilationTest(unittest.TestCase):
         self.calls.clear()
         self.assertIsNone(self.call(requires_grad=False))
         self.assertEqual(self.calls, {})
+        # Without gradients, only the forward's are compiled.
+        self.barrier = threading.Barrier(3)
+        self.assertIsNone(self.call(heads=(4, 4), requires_grad=False))
+        self.assertEqual(set(self.calls), {"sum", "kkt_solve", "fused_gdr_fwd"})
 
     def test_started_for_the_sizes_of_a_model(self):
         self.barrier = mock.Mock()
@@ -105,7 +109,7 @@ class FlashQLACompilationTest(unittest.TestCase):
         given = self.calls["fused_gdr_bwd"][1]
         self.assertEqual([given[x].dtype for x in "kvgb"], [BFLOAT16, BFLOAT16, torch.float32, BFLOAT16])
 
-    @parameterized.expand([("1", 7), ("3", 5), ("16", 1), ("64", 1)])
+    @parameterized.expand([("3", 5), ("64", 1)])
     def test_processes_share_the_cores(self, processes, threads):
         pool = mock.Mock(wraps=flash_qla_kernels.ThreadPoolExecutor)
         self.barrier = mock.Mock()
@@ -135,11 +139,6 @@ class FlashQLACompilationTest(unittest.TestCase):
             self.call().wait()
         self.assertEqual(seen, [("ctrl_c", False)])
 
-    def test_only_the_forward_without_gradients(self):
-        self.barrier = threading.Barrier(3)
-        self.assertIsNone(self.call(requires_grad=False))
-        self.assertEqual(set(self.calls), {"sum", "kkt_solve", "fused_gdr_fwd"})
-
     def test_another_release_compiles_by_itself(self):
         del sys.modules["flash_qla.ops.gated_delta_rule"].chunk.kkt_solve
         self.barrier = threading.Barrier(6)
@@ -149,7 +148,7 @@ class FlashQLACompilationTest(unittest.TestCase):
         self.assertIn("kkt_solve", logs.output[0])
         self.assertIn("fused_gdr_bwd", self.calls)
 
-    @parameterized.expand([(16,), (32,), (48,), (200,)])
+    @parameterized.expand([(16,), (48,)])
     def test_a_number_of_documents_for_each_forward(self, heads):
         """FlashQLA 0.1.3 has three forwards, for fewer than 46 blocks, fewer than 92 and more on an H100."""
         properties = SimpleNamespace(multi_processor_count=132)

@@ -88,15 +88,12 @@ def make(tokens=21, width=48, outs=(32,), dtype=FLOAT32, kind="normal", weights=
     return x, layers, gradients
 
 
-def run(x, weights, gradients, biases=None, **options):
-    """Outputs, the gradient of the input, and the gradients of the weights (and of the biases)."""
+def run(x, weights, gradients):
+    """Outputs, the gradient of the input, and the gradients of the weights."""
     x = x.detach().requires_grad_()
     weights = [weight.detach().requires_grad_() for weight in weights]
-    biases = [None] * len(weights) if biases is None else [b.detach().requires_grad_() for b in biases]
-    layers = [Projection(Float8Weight(weight), bias) for weight, bias in zip(weights, biases, strict=True)]
-    outputs = shared_input_linears(x, *layers, **options)
-    leaves = [x, *weights, *(b for b in biases if b is not None)]
-    found = torch.autograd.grad(outputs, leaves, gradients)
+    outputs = shared_input_linears(x, *(Projection(Float8Weight(weight)) for weight in weights))
+    found = torch.autograd.grad(outputs, [x, *weights], gradients)
     return [y.detach() for y in outputs], found[0], list(found[1:])
 
 
@@ -112,8 +109,8 @@ class OracleTest(unittest.TestCase):
         size = expected.norm(dim=-1)
         self.assertLessEqual((error - bar * size).max(), 1e-37)
 
-    def check_all(self, x, weights, gradients, bar=BAR, **options):
-        outputs, d_x, d_weights = run(x, weights, gradients, **options)
+    def check_all(self, x, weights, gradients, bar=BAR):
+        outputs, d_x, d_weights = run(x, weights, gradients)
         oracle = Oracle(x.double(), doubles(weights))
         for got, expected in zip(outputs, oracle.outputs(), strict=True):
             self.check(got, expected, bar)
@@ -126,20 +123,8 @@ class OracleTest(unittest.TestCase):
     def test_kinds_of_rows(self, kind):
         self.check_all(*make(61, outs=(32, 16), kind=kind))
 
-    @parameterized.expand(
-        [
-            (f"{t}_{w}_{'_'.join(map(str, o))}", t, w, o)
-            for t, w, o in [
-                (1, 16, (16,)),
-                (1, 64, (16, 48, 32)),
-                (16, 16, (16,)),
-                (37, 128, (144,)),
-                (130, 32, (16, 16)),
-                (300, 80, (48, 160, 16)),
-            ]
-        ]
-    )
-    def test_sizes(self, _, tokens, width, outs):
+    @parameterized.expand([(1, 16, (16,)), (37, 128, (144,)), (300, 80, (48, 160, 16))])
+    def test_sizes(self, tokens, width, outs):
         self.check_all(*make(tokens, width, outs))
 
     def test_in_bfloat16(self):
@@ -147,21 +132,9 @@ class OracleTest(unittest.TestCase):
         outputs, d_x, d_weights = self.check_all(x, weights, gradients, bar=2**-8)
         self.assertEqual({y.dtype for y in (*outputs, d_x, *d_weights)}, {BFLOAT16})
 
-    def test_biases(self):
-        """Biases are added to the outputs, and their gradients are sums over all rows."""
-        x, weights, gradients = make(37, outs=(32, 16))
-        biases = [normal(32), normal(16)]
-        plain, with_biases = run(x, weights, gradients), run(x, weights, gradients, biases=biases)
-        for y, biased, bias in zip(plain[0], with_biases[0], biases, strict=True):
-            self.assertTrue(torch.equal(y + bias, biased))
-        self.assertTrue(torch.equal(plain[1], with_biases[1]))
-        for d, found in zip(gradients, with_biases[2][2:], strict=True):
-            self.assertLess(relative(found, d.double().sum(0)), BAR)
-
-    @parameterized.expand([("alone", 1), ("in_a_group", 3)])
-    def test_adapters(self, _, count):
+    def test_adapters(self):
         """Adapters run in the dtype of the products, and add to what float8 gives without them."""
-        x, weights, gradients = make(37, outs=(32, 16, 48)[:count])
+        x, weights, gradients = make(37, outs=(32, 16, 48))
         adapters = [
             tuple(
                 Adapter(normal(rank, 48, seed=i) / 7, normal(len(weight), rank, seed=i), 0.5 + i, 0.0, bias)
@@ -173,8 +146,7 @@ class OracleTest(unittest.TestCase):
         structure, tensors = flatten(
             [Projection(Float8Weight(w), *others) for w, *others in zip(weights, biases, adapters, strict=True)]
         )
-        leaves = [x, *tensors]
-        leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]
+        leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in (x, *tensors)]
         given = [leaf for leaf in leaves if leaf is not None]
         outputs = shared_input_linears(leaves[0], *unflatten(structure, leaves[1:]))
         found = torch.autograd.grad(outputs, given, gradients)
@@ -212,7 +184,7 @@ class OracleTest(unittest.TestCase):
             # The results are rounded to bfloat16, and hardly any is rounded to another side.
             self.assertLess(relative(got, want.bfloat16()), 2e-4)
 
-    @parameterized.expand([(str(used), used) for used in ((0,), (1,), (0, 2))])
+    @parameterized.expand([(str(used), used) for used in ((0,), (0, 2))])
     def test_outputs_without_gradient(self, _, used):
         """An output that nothing uses counts as one with zeros as gradients, and its weight gets no gradient."""
         x, weights, gradients = make(37, outs=(32, 16, 48))
@@ -290,24 +262,16 @@ class OracleTest(unittest.TestCase):
         with torch.no_grad():
             self.assertTrue(identical(outputs, shared_input_linears(leaves[0], *layers)))
 
-    @parameterized.expand([("bias", True), ("no_bias", False)])
-    def test_outputs_may_be_changed_in_place(self, _, bias):
+    def test_outputs_may_be_changed_in_place(self):
         x, weights, gradients = make(37, outs=(32, 16))
-        found = []
-        for in_place in (True, False):
-            leaves = [leaf.detach().requires_grad_() for leaf in (x, *weights)]
-            layers = [Projection(Float8Weight(w), normal(len(w)) if bias else None) for w in leaves[1:]]
-            outputs = list(shared_input_linears(leaves[0], *layers))
-            outputs[0] = outputs[0].mul_(2) if in_place else outputs[0] * 2
-            found.append([*outputs, *torch.autograd.grad(outputs, leaves, gradients)])
-        self.assertTrue(identical(*found))
-
-    def test_without_any_row(self):
-        x, weights, gradients = make(1, outs=(32, 16))
-        outputs, d_x, d_weights = run(x[:0], weights, [d[:0] for d in gradients])
-        self.assertEqual([y.shape for y in outputs], [(0, 32), (0, 16)])
-        self.assertEqual(d_x.shape, (0, 48))
-        self.assertFalse(any(d.any() for d in d_weights))
+        for bias, found in ((True, []), (False, [])):
+            for in_place in (True, False):
+                leaves = [leaf.detach().requires_grad_() for leaf in (x, *weights)]
+                layers = [Projection(Float8Weight(w), normal(len(w)) if bias else None) for w in leaves[1:]]
+                outputs = list(shared_input_linears(leaves[0], *layers))
+                outputs[0] = outputs[0].mul_(2) if in_place else outputs[0] * 2
+                found.append([*outputs, *torch.autograd.grad(outputs, leaves, gradients)])
+            self.assertTrue(identical(*found))
 
 
 def identical(a, b):
@@ -317,10 +281,9 @@ def identical(a, b):
 
 
 class PrecisionTest(unittest.TestCase):
-    @parameterized.expand([(kind,) for kind in ("normal", "with_zeros", "of_many_sizes")])
-    def test_error_against_exact_products(self, kind):
+    def test_error_against_exact_products(self):
         """Two factors that are rounded to 3 bits of mantissa, each by at most 2**-4 and by about 2.6 % on average."""
-        x, weights, gradients = make(128, 256, (128, 64), kind=kind)
+        x, weights, gradients = make(128, 256, (128, 64))
         outputs, d_x, d_weights = run(x, weights, gradients)
         xs, ws, ds = x.double(), doubles(weights), doubles(gradients)
         for got, expected in (
@@ -332,43 +295,8 @@ class PrecisionTest(unittest.TestCase):
             self.assertLess(found, 0.045)
             self.assertGreater(found, 0.02)
 
-    def test_exact_for_numbers_with_3_bits(self):
-        """Nothing is lost where the factors are numbers of e4m3, times a power of two for each row or column."""
-        generator = torch.Generator().manual_seed(0)
 
-        def digits(*shape):
-            return torch.randint(-15, 16, shape, generator=generator).float()
-
-        def powers(*shape):
-            return torch.exp2(torch.randint(-20, 20, shape, generator=generator).float())
-
-        x, weight, gradient = digits(40, 32) * powers(40, 1), digits(16, 32) * powers(16, 1), digits(40, 16)
-        (y,), *_ = run(x, [weight], [gradient])
-        self.assertTrue(torch.equal(y.double(), x.double() @ weight.double().t()))
-        # Gradients absorb the other scales, which are powers of two: equal ones here.
-        x, weight = digits(40, 32), digits(16, 32)
-        x[:, 0] = weight[:, 0] = 15
-        _, d_x, (d_weight,) = run(x, [weight], [gradient])
-        self.assertTrue(torch.equal(d_x, gradient @ weight) and torch.equal(d_weight, gradient.t() @ x))
-
-    def test_reproducible(self):
-        inputs = make(130, outs=(32, 64, 16))
-        first, second = run(*inputs), run(*inputs)
-        for a, b in zip(first, second, strict=True):
-            self.assertTrue(identical([a] if torch.is_tensor(a) else a, [b] if torch.is_tensor(b) else b))
-
-    def test_a_power_of_two_changes_nothing_but_the_exponent(self):
-        x, weights, gradients = make(37, outs=(32, 16))
-        outputs, d_x, d_weights = run(x, weights, gradients)
-        factor = torch.exp2(torch.arange(37) % 9 - 4.0)[:, None]
-        scaled, d_scaled, _ = run(x * factor, weights, [d * factor for d in gradients])
-        self.assertTrue(identical([y * factor for y in outputs], scaled))
-        self.assertTrue(torch.equal(d_x * factor, d_scaled))
-        _, _, of_weights = run(x * factor, weights, [d / factor for d in gradients])
-        self.assertTrue(identical(d_weights, of_weights))
-
-
-PLANTED = {"inf": float("inf"), "minus_inf": -float("inf"), "nan": float("nan")}
+PLANTED = {"minus_inf": -float("inf"), "nan": float("nan")}
 
 
 class OverflowTest(unittest.TestCase):
@@ -414,16 +342,6 @@ class OverflowTest(unittest.TestCase):
         self.check(d_weights[0], 7)
         self.assertTrue(d_weights[1].isfinite().all())
 
-    @parameterized.expand([(100,), (-100,)])
-    def test_large_and_small_numbers(self, exponent):
-        """They neither overflow nor vanish in the steps between the casts and the results."""
-        for dtype in (FLOAT32, BFLOAT16):
-            x, (weight,), (gradient,) = make(37, dtype=dtype, weights=dtype)
-            x[3], gradient[3] = x[3] * 2.0**exponent, gradient[3] * 2.0 ** (exponent * 0.7 // 1)
-            (y,), d_x, _ = run(x, [weight], [gradient])
-            self.assertLess(relative(y[3], x[3].double() @ weight.double().t()), 0.05)
-            self.assertLess(relative(d_x[3], gradient[3].double() @ weight.double()), 0.05)
-
 
 LENGTHS = (5, 1, 20, 11)
 
@@ -435,7 +353,7 @@ class IsolationTest(unittest.TestCase):
         self.x, self.weights, self.gradients = make(sum(LENGTHS), outs=(32, 16))
         self.places = list(torch.arange(sum(LENGTHS)).split(LENGTHS))
 
-    @parameterized.expand([("other", 1.0), ("large", 1e20), ("small", 1e-20), ("zero", 0.0), ("nan", float("nan"))])
+    @parameterized.expand([("other", 1.0), ("large", 1e20), ("nan", float("nan"))])
     def test_outputs_and_gradients_of_the_input(self, _, factor):
         outputs, d_x, _ = run(self.x, self.weights, self.gradients)
         for place in self.places:
@@ -528,7 +446,7 @@ class MemoryTest(unittest.TestCase):
 
 
 class ErrorsTest(unittest.TestCase):
-    @parameterized.expand([(f"{out}_{width}", out, width) for out, width in ((32, 24), (24, 32), (8, 8), (1, 16))])
+    @parameterized.expand([(f"{out}_{width}", out, width) for out, width in ((32, 24), (24, 32))])
     def test_sizes(self, _, out, width):
         x, (weight,), _ = make(20, width, (out,))
         with self.assertRaisesRegex(ValueError, rf"multiples of 16 as sizes, not \({out}, {width}\)"):
@@ -540,13 +458,6 @@ class ErrorsTest(unittest.TestCase):
     def test_widths_that_do_not_fit(self):
         with self.assertRaisesRegex(ValueError, r"a weight \[out, 48\]"):
             shared_input_linears(normal(4, 48), Projection(Float8Weight(normal(32, 32))))
-
-    def test_second_order_gradients(self):
-        x, (weight,), _ = make()
-        x.requires_grad_()
-        (y,) = shared_input_linears(x, Projection(Float8Weight(weight.requires_grad_())))
-        with self.assertRaisesRegex(ValueError, "first-order gradients.*create_graph=True"):
-            torch.autograd.grad(y.sum(), x, create_graph=True)
 
     def test_transforms(self):
         x, (weight,), _ = make()
@@ -566,8 +477,8 @@ class ErrorsTest(unittest.TestCase):
         a, b = shared_input_linears(x, layer, impl="fused")[0], shared_input_linears(x, layer)[0]
         self.assertTrue(torch.equal(a, b))
 
-    @parameterized.expand([("on_an_old_gpu", (8, 0), None, "8.9"), ("on_amd", (9, 4), "6.4", "NVIDIA")])
-    def test_devices(self, _, capability, hip, message):
+    @parameterized.expand([((8, 0), None, "8.9"), ((9, 4), "6.4", "NVIDIA")])
+    def test_devices(self, capability, hip, message):
         rows = mock.Mock(is_cuda=True)
         with (
             mock.patch("torch.cuda.get_device_capability", lambda device: capability),
@@ -596,14 +507,11 @@ class FusedOpsTest(InterpretedKernelsTest):
 
     @parameterized.expand(
         [
-            (f"{op.__name__}_{name}", op, adapted, trained)
-            for op in (through_glu, through_norm)
-            for name, adapted, trained in (
-                ("trained", False, True),
-                ("frozen", False, False),
-                ("adapted", True, False),
-                ("adapted_and_trained", True, True),
-            )
+            ("glu_trained", through_glu, False, True),
+            ("glu_frozen", through_glu, False, False),
+            ("glu_adapted_and_trained", through_glu, True, True),
+            ("norm_trained", through_norm, False, True),
+            ("norm_adapted", through_norm, True, False),
         ]
     )
     def test_equals_the_layer_alone(self, _, op, adapted, trained):
@@ -629,8 +537,8 @@ class FusedOpsTest(InterpretedKernelsTest):
         y = op(impl, leaves[0], Projection(Float8Weight(leaves[1])))
         return [y.detach(), *torch.autograd.grad(y, leaves, gradient)]
 
-    @parameterized.expand([(f"{t}_{str(d)[6:]}", t, d) for t in (1, 45, 64) for d in (BFLOAT16, FLOAT32)])
-    def test_rows_of_several_blocks(self, _, tokens, dtype):
+    @parameterized.expand([(1, FLOAT32), (45, BFLOAT16), (64, FLOAT32)])
+    def test_rows_of_several_blocks(self, tokens, dtype):
         x, weight, gradient = (t.to(dtype) for t in (normal(tokens, 160), normal(32, 80) / 9, normal(tokens, 32)))
         options = {"_BLOCK": 32, "ROWS": 32, "COLUMNS": 32}
         with mock.patch.multiple("transformers_packed.ops.backends.triton.glu", **options):
@@ -647,8 +555,8 @@ class FusedOpsTest(InterpretedKernelsTest):
             self.assertEqual((y.shape, d_x.shape), ((1, 0, 32), (1, 0, 96)))
             self.assertFalse(d_weight.any())
 
-    @parameterized.expand([(f"{op.__name__}_{n}", op, n) for op in (through_glu, through_norm) for n in PLANTED])
-    def test_infinities_and_nan(self, _, op, name):
+    @parameterized.expand([(through_glu, "minus_inf"), (through_norm, "nan")])
+    def test_infinities_and_nan(self, op, name):
         """They are visible in the row and in the gradient of the weight. Other rows have the same bits."""
         x, weight, gradient = normal(21, 96), normal(32, 48) / 7, normal(21, 32)
         wrong = x.clone()
@@ -683,7 +591,8 @@ class Buffer:
         case.assertTrue((self.whole.float()[rest] == 7).all(), "a write outside of the tensor")
 
 
-SIZES = [(1, 16), (3, 48), (37, 64), (129, 528), (300, 160)]
+# Several blocks, of whose last one only a part is used.
+SIZES = [(1, 16), (37, 64), (129, 528)]
 
 
 class CastsTest(InterpretedKernelsTest):
@@ -708,12 +617,9 @@ class CastsTest(InterpretedKernelsTest):
         self.assertTrue(torch.equal(a.float(), b.float()), message)
 
     @parameterized.expand(
-        [
-            *((f"{r}_{c}_{str(d)[6:]}", r, c, d) for r, c in SIZES[:-1] for d in (BFLOAT16, FLOAT32, torch.float16)),
-            ("300_160_bfloat16", *SIZES[-1], BFLOAT16),
-        ]
+        [(1, 16, FLOAT32), (3, 48, torch.float16), (37, 64, BFLOAT16), (37, 64, FLOAT32), (129, 528, BFLOAT16)]
     )
-    def test_rows_and_their_transposes(self, _, rows, columns, dtype):
+    def test_rows_and_their_transposes(self, rows, columns, dtype):
         x = self.rows(rows, columns, dtype) if dtype != torch.float16 else normal(rows, columns).half()
         wide = torch.cat([x, x], 1)[:, :columns]
         cast, scale = float8.cast_rows(x)
@@ -733,8 +639,8 @@ class CastsTest(InterpretedKernelsTest):
             self.equal(theirs.inner[:, :rows].t(), cast)
             self.assertFalse(theirs.inner[:, rows:].float().any())
 
-    @parameterized.expand([(f"{r}_{c}", r, c) for r, c in SIZES])
-    def test_gradients(self, _, rows, columns):
+    @parameterized.expand(SIZES)
+    def test_gradients(self, rows, columns):
         """Two gradients side by side, cast with common scales of rows, for rows, columns or both."""
         generator = torch.Generator().manual_seed(0)
         factors = [torch.exp2(torch.randint(-9, 9, (n,), generator=generator).float()) for n in (rows, 2 * columns)]
@@ -772,14 +678,14 @@ class CastsTest(InterpretedKernelsTest):
                 self.equal(a, b, (i, dtype))
 
     # Interpreting takes long for many small blocks.
-    @parameterized.expand([(f"{r}_{c}", r, c) for r, c in ((1, 16), (3, 48), (21, 64), (6, 272))])
-    def test_rows_side_by_side(self, _, rows, columns):
+    @parameterized.expand([(3, 48), (6, 272)])
+    def test_rows_side_by_side(self, rows, columns):
         """Up to three tensors are cast with a common scale of each row, and with factors of columns."""
         generator = torch.Generator().manual_seed(0)
         self.enterContext(mock.patch.object(self.kernels, "_BLOCK", 128))
         for dtype in (BFLOAT16, FLOAT32):
             part = self.rows(rows, columns, dtype)
-            for parts in ([part], [part, part.flip(0)], [part.flip(0), part[:, :16], part]):
+            for parts in ([part], [part.flip(0), part[:, :16], part]):
                 width = sum(x.shape[1] for x in parts)
                 factor = torch.exp2(torch.randint(-9, 9, (width,), generator=generator).float())
                 found, expected = (
@@ -818,7 +724,3 @@ class CastsTest(InterpretedKernelsTest):
             cast, scale = of_columns
             self.assertTrue(visible(cast.float()[7, 5], scale[7]))
             self.assertTrue(cast.float()[other_columns].isfinite().all() and scale[other_columns].isfinite().all())
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -219,19 +219,19 @@ class ModelTest(unittest.TestCase):
         self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.assertEqual([function.func for function in self.functions()], [checkpoint] * 4)
 
-    def test_the_old_name(self):
+    def test_the_old_name_and_what_copies_nothing(self):
         with self.assertWarns(FutureWarning):
             self.model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
         self.assertEqual(on_host(self.functions()), [True] * 4)
-
-    def test_an_accelerator_without_these_copies(self):
         with mock.patch("torch.accelerator.current_accelerator", lambda: torch.device("xpu")):
             self.model.activation_checkpointing_enable(offload=True)
         self.assertEqual(on_host(self.functions()), [False] * 4)
-
-    def test_a_stock_model(self):
         unpatch_model(self.model).activation_checkpointing_enable(offload=True)
         self.assertEqual(on_host(self.functions()), [False] * 4)
+        config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+        family_that_stays_stock = patch_model(LlamaForCausalLM(config))
+        family_that_stays_stock.activation_checkpointing_enable(offload=True)
+        self.assertEqual(on_host(self.functions(family_that_stays_stock)), [False])
 
     def test_other_families(self):
         from transformers import FalconH1Config, FalconH1ForCausalLM
@@ -242,13 +242,3 @@ class ModelTest(unittest.TestCase):
         model.train().activation_checkpointing_enable({"use_reentrant": False}, offload=True)
         self.assertEqual(on_host(self.functions(model)), [True])
         model(**packed_batch([torch.arange(1, 6), torch.arange(1, 4)])).loss.backward()
-
-    def test_a_family_that_stays_stock(self):
-        config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
-        model = patch_model(LlamaForCausalLM(config))
-        model.activation_checkpointing_enable(offload=True)
-        self.assertEqual(on_host(self.functions(model)), [False])
-
-
-if __name__ == "__main__":
-    unittest.main()

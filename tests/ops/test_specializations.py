@@ -4,8 +4,6 @@ Triton compiles a kernel for each combination of constants, dtypes, and classes 
 multiple of 16 or another one, and a pointer is a multiple of 16 or not. Integers in `do_not_specialize` have no class.
 """
 
-import unittest
-
 import torch
 from common.fused import CASES, HEAD_CASES, boundaries_of, named
 from common.launches import specializations
@@ -19,7 +17,7 @@ from transformers_packed.ops.terms import Adapter, Float8Weight, Projection
 
 # An odd number, whose products with widths are multiples of 16 only if the widths are.
 BASE = 1001
-TOKENS = (1, 2, 16, 17, 64, 1024, 4096)
+TOKENS = (1, 16, 17, 4096)
 
 
 def trained(*shapes, dtype=torch.float32):
@@ -134,8 +132,4 @@ class SpecializationsTest(InterpretedKernelsTest):
 
     def test_experts(self):
         """The products read what the first kernel writes, so these run."""
-        self.check(run_experts, 33, (1, 2, 16, 17), compute=True)
-
-
-if __name__ == "__main__":
-    unittest.main()
+        self.check(run_experts, 33, (1, 16, 17), compute=True)
