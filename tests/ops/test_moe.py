@@ -2,8 +2,8 @@
 
 import copy
 import gc
+import itertools
 import unittest
-from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -85,27 +85,20 @@ def stock_route(cls, config, logits, normalize=True):
     return weights.detach(), index, *torch.autograd.grad(weights, logits, normal(*weights.shape, seed=9).to(weights))
 
 
+# Implementations, the stock class, the dtype, the number of experts, `top_k` and whether weights are normalized.
 ROUTERS = [
-    (
-        f"{impl}_{cls.__name__}_{str(dtype)[6:]}_{number}_{top_k}_{normalize}",
-        impl,
-        cls,
-        dtype,
-        number,
-        top_k,
-        normalize,
-    )
-    for impl in IMPLEMENTATIONS
-    for cls, normalize in ((Qwen3NextTopKRouter, True), (Qwen3NextTopKRouter, False), (Qwen3_5MoeTopKRouter, True))
-    for dtype in (FLOAT32, BFLOAT16)
-    for number, top_k in ((8, 2), (60, 8), (5, 1), (5, 5))
-    if normalize or impl == "reference"
+    *((impl, Qwen3NextTopKRouter, FLOAT32, 60, 8, True) for impl in IMPLEMENTATIONS),
+    *((impl, Qwen3_5MoeTopKRouter, BFLOAT16, 8, 2, True) for impl in IMPLEMENTATIONS),
+    *((impl, Qwen3_5MoeTopKRouter, FLOAT32, 5, 5, True) for impl in IMPLEMENTATIONS),
+    *((impl, Qwen3NextTopKRouter, BFLOAT16, 5, 1, True) for impl in IMPLEMENTATIONS),
+    ("reference", Qwen3NextTopKRouter, FLOAT32, 8, 2, False),
+    ("reference", Qwen3NextTopKRouter, BFLOAT16, 60, 8, False),
 ]
 
 
 class RouterTest(Assertions, InterpretedKernelsTest):
     @parameterized.expand(ROUTERS)
-    def test_equals_the_router_of_transformers(self, _, impl, cls, dtype, number, top_k, normalize):
+    def test_equals_the_router_of_transformers(self, impl, cls, dtype, number, top_k, normalize):
         # Distinct numbers that are exact in bfloat16: no ties.
         logits = torch.stack([torch.randperm(64, generator=torch.Generator().manual_seed(i)) for i in range(33)])
         logits = (logits[:, :number] / 8 - 4).to(dtype)
@@ -119,20 +112,10 @@ class RouterTest(Assertions, InterpretedKernelsTest):
             bar = 2e-6 if dtype == FLOAT32 else 2**-7
             self.assertLess(float((a - b).abs().max()), bar * float(b.abs().max()) + 1e-6)
 
-    @parameterized.expand(IMPLEMENTATIONS)
-    def test_weights_in_float64(self, impl):
-        logits = normal(20, 9)
-        _, index, gradient = found = route(impl, logits, 3)
-        exact = logits.double().requires_grad_()
-        weights = torch.softmax(exact.gather(1, index), -1)
-        expected = torch.autograd.grad(weights, exact, normal(20, 3, seed=9).float().double())[0]
-        self.assertLess(relative(found[0], weights.detach()), 1e-6)
-        self.assertLess(relative(gradient, expected), 1e-6)
-
-    @parameterized.expand([(f"{impl}_{str(d)[6:]}", impl, d) for impl in IMPLEMENTATIONS for d in (FLOAT32, BFLOAT16)])
-    def test_among_equal_logits_the_lowest_index_comes_first(self, _, impl, dtype):
+    @parameterized.expand([("reference", FLOAT32), ("triton", FLOAT32), ("triton", BFLOAT16)])
+    def test_among_equal_logits_the_lowest_index_comes_first(self, impl, dtype):
         generator = torch.Generator().manual_seed(0)
-        logits = torch.randint(0, 3, (200, 70), generator=generator).to(dtype)
+        logits = torch.randint(0, 3, (50, 70), generator=generator).to(dtype)
         logits[0] = 1.0
         weights, index, gradient = route(impl, logits, 6)
         for row, found in zip(logits.tolist(), index.tolist(), strict=True):
@@ -168,10 +151,10 @@ class RouterTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_numbers_of_tokens_and_isolation(self, impl):
-        for dtype, number, top_k, seed in ((FLOAT32, 9, 3, 0), (BFLOAT16, 64, 8, 1), (FLOAT32, 7, 7, 2)):
+        for dtype, number, top_k, seed in ((FLOAT32, 7, 7, 0), (BFLOAT16, 64, 8, 1)):
             logits, upstream = normal(50, number, dtype=dtype, seed=seed), normal(50, top_k, dtype=dtype, seed=seed)
             together = route(impl, logits, top_k, upstream=upstream)
-            for start, stop in ((0, 0), (0, 1), (13, 14), (5, 37), (49, 50)):
+            for start, stop in ((0, 0), (0, 1), (5, 37)):
                 alone = route(impl, logits[start:stop], top_k, upstream=upstream[start:stop])
                 self.assert_same_bits(alone, [x[start:stop] for x in together], (start, stop))
 
@@ -193,16 +176,6 @@ class RouterTest(Assertions, InterpretedKernelsTest):
         with self.assertRaisesRegex(ValueError, "expected first-order gradients"):
             torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
 
-    def test_transforms_use_the_reference(self):
-        logits = normal(7, 6)
-        loss = lambda x, impl="auto": choose_experts(x, 2, impl=impl)[0].square().sum()  # noqa: E731
-        expected = torch.autograd.grad(loss(x := logits.clone().requires_grad_(), "reference"), x)[0]
-        self.assertTrue(torch.equal(torch.func.grad(loss)(logits), expected))
-        rows = torch.func.vmap(torch.func.grad(loss))(logits[:, None])
-        torch.testing.assert_close(rows[:, 0], expected)
-        with self.assertRaisesRegex(ValueError, "does not support torch.func transforms"):
-            torch.func.grad(loss)(logits, "triton")
-
 
 LOGITS = torch.zeros(3, 4)
 
@@ -212,9 +185,7 @@ class RouterBadInputTest(
         [
             ("top_k_0", lambda: choose_experts(LOGITS, 0), r"top_k of 1 to experts, got \(3, 4\), 0"),
             ("top_k_5", lambda: choose_experts(LOGITS, 5), r"top_k of 1 to experts, got \(3, 4\), 5"),
-            ("three_dimensions", lambda: choose_experts(LOGITS[None], 2), r"router_logits \[T, experts\]"),
             ("one_dimension", lambda: choose_experts(LOGITS[0], 2), r"router_logits \[T, experts\]"),
-            ("impl", lambda: choose_experts(LOGITS, 2, impl="fast"), 'one of .*got "fast"'),
         ],
         [
             (
@@ -300,9 +271,7 @@ ELSEWHERE = choices(37, 9, 3)
 ROUTINGS = {
     "random": (choices(37, 5, 3), 5),
     "many_experts": (choices(5, 20, 2), 20),
-    "top_k_1": (choices(37, 5, 1), 5),
     "top_k_of_all": (choices(37, 4, 4), 4),
-    "one_expert": (choices(19, 1, 1), 1),
     "all_tokens_to_one_expert": (torch.full((150, 1), 2), 4),
     "more_than_a_tile": (torch.cat([choices(140, 2, 2), choices(3, 3, 2)]), 3),
     "a_tile": (torch.full((128, 1), 1), 2),
@@ -314,7 +283,10 @@ ROUTINGS = {
     "all_on_another_device": (torch.full((20, 2), 5), 5),
     "twice_the_same_expert": (torch.tensor([[1, 1, 0], [2, 2, 2], [0, 1, 0]] * 6), 3),
 }
-DTYPES = [("reference", d) for d in (FLOAT64, FLOAT32, BFLOAT16)] + [("triton", BFLOAT16)]
+CASES = [("reference", FLOAT64, name) for name in ROUTINGS]
+CASES += [("reference", dtype, "on_another_device") for dtype in (FLOAT32, BFLOAT16)]
+# For the kernels, these differ from others in numbers of rows alone.
+CASES += [("triton", BFLOAT16, x) for x in ROUTINGS if x not in ("all_tokens_to_one_expert", "top_k_of_all")]
 
 
 def each(cases, *others):
@@ -333,7 +305,7 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
             self.assertLessEqual(relative(a, b), BARS[case.down.dtype] if bar is None else bar, name)
         return actual
 
-    @parameterized.expand(each((*pair, name) for pair in DTYPES for name in ROUTINGS))
+    @parameterized.expand(each(CASES))
     def test_equals_the_definition(self, _, impl, dtype, name):
         index, number = ROUTINGS[name]
         found = dict(zip(("y", *NAMES), self.check(Case(index, number, dtype=dtype), impl), strict=True))
@@ -344,10 +316,9 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
         nowhere = (index >= number).all(-1)
         self.assertEqual(found["y"][nowhere].count_nonzero() + found["x"][nowhere].count_nonzero(), 0)
 
-    @parameterized.expand(each((h, w) for h, w in ((1, 1), (7, 3), (33, 16), (130, 65))))
-    def test_reference_in_odd_sizes(self, _, hidden, width):
-        for dtype in (FLOAT64, FLOAT32):
-            self.check(Case(choices(37, 5, 3), 5, hidden, width, dtype), "reference")
+    def test_reference_in_odd_sizes(self):
+        for hidden, width in ((1, 1), (7, 3), (33, 16), (130, 65)):
+            self.check(Case(choices(37, 5, 3), 5, hidden, width, FLOAT64), "reference")
 
     @parameterized.expand(["gate_up", "down"])
     def test_reference_with_weights_of_two_dtypes(self, name):
@@ -360,29 +331,16 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
     def test_triton_in_other_sizes(self, _, hidden, width):
         self.check(Case(choices(37, 5, 3), 5, hidden, width, BFLOAT16), "triton")
 
-    @parameterized.expand(each((d, mode) for d in (FLOAT32, BFLOAT16) for mode in ("eager", "grouped_mm")))
-    def test_no_less_exact_than_transformers(self, _, dtype, mode):
-        case = Case(choices(40, 3, 2), 3, dtype=dtype)
-        exact = case.cast(FLOAT64).run(oracle)
-        stock = [relative(a, b) for a, b in zip(case.run(stock_experts(mode)), exact, strict=True)]
-        for impl in ("reference", "triton") if (dtype, mode) == (BFLOAT16, "grouped_mm") else ("reference",):
-            ours = [relative(a, b) for a, b in zip(case.run(impl), exact, strict=True)]
-            # Triton's interpreter rounds to bfloat16 towards zero.
-            factor = 4 if impl == "triton" else 2
-            for name, a, b in zip(("y", *NAMES), ours, stock, strict=True):
-                self.assertLessEqual(a, factor * b, (impl, name))
-
-    @parameterized.expand(["eager", "batched_mm"])
-    def test_reference_equals_transformers_in_float64(self, mode):
+    def test_reference_equals_transformers_in_float64(self):
         for index, number in ((choices(37, 8, 2), 8), (torch.full((20, 1), 2), 4)):
-            self.check(Case(index, number, 24, 16, FLOAT64), "reference", stock_experts(mode))
+            self.check(Case(index, number, 24, 16, FLOAT64), "reference", stock_experts("eager"))
 
-    @parameterized.expand(each((i, *t) for i in IMPLEMENTATIONS for t in (("x",), ("down",), NAMES[:2], ())))
-    def test_gradients_of_some_inputs(self, _, impl, *trained):
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_gradients_of_some_inputs(self, impl):
         case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
         every = dict(zip(("y", *NAMES), case.run(impl), strict=True))
-        found = case.run(impl, trained)
-        self.assert_same_bits(found, [every["y"], *(every[name] for name in trained)])
+        for trained in (("x",), ("down",), NAMES[:2], ()):
+            self.assert_same_bits(case.run(impl, trained), [every["y"], *(every[name] for name in trained)], trained)
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_computes_no_gradients_of_frozen_weights(self, impl):
@@ -407,32 +365,29 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
                 self.assertEqual(found, [])
             self.assertEqual([leaf.grad is not None for leaf in leaves], [name in trained for name in NAMES])
 
-    @parameterized.expand(each((impl, layout) for impl in IMPLEMENTATIONS for layout in LAYOUTS))
-    def test_tensors_that_are_not_contiguous(self, _, impl, layout):
-        case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
-        expected = case.run(impl)
-        for name in (*NAMES, "index", "upstream"):
-            if name != "index" or layout != "off_grid":
-                setattr(case, name, LAYOUTS[layout](getattr(case, name)))
-        if layout != "unaligned":
-            self.assertFalse(case.x.is_contiguous() or case.down.is_contiguous() or case.upstream.is_contiguous())
-        actual = case.run(impl)
-        if impl == "reference":
-            # Products of matrices in another layout may round differently.
-            for a, b in zip(actual, expected, strict=True):
-                self.assertLess(relative(a, b), 1e-2)
-        else:
-            self.assert_same_bits(actual, expected)
-
     @parameterized.expand(IMPLEMENTATIONS)
-    def test_a_gradient_that_is_expanded(self, impl):
-        case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
-        case.upstream = case.upstream[:1, :1].expand_as(case.x)
-        actual = case.run(impl)
-        case.upstream = case.upstream.contiguous()
-        self.assert_same_bits(actual, case.run(impl))
+    def test_tensors_that_are_not_contiguous(self, impl):
+        plain = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
+        expected = plain.run(impl)
+        for layout, change in LAYOUTS.items():
+            case = copy.copy(plain)
+            for name in (*NAMES, "index", "upstream"):
+                if name != "index" or layout != "off_grid":
+                    setattr(case, name, change(getattr(case, name)))
+            if layout != "unaligned":
+                self.assertFalse(case.x.is_contiguous() or case.down.is_contiguous() or case.upstream.is_contiguous())
+            actual = case.run(impl)
+            if impl == "triton":
+                self.assert_same_bits(actual, expected, layout)
+            else:
+                # Products of matrices in another layout may round differently.
+                self.assertLess(max(map(relative, actual, expected)), 1e-2)
+        plain.upstream = plain.upstream[:1, :1].expand_as(plain.x)
+        actual = plain.run(impl)
+        plain.upstream = plain.upstream.contiguous()
+        self.assert_same_bits(actual, plain.run(impl), "an expanded gradient")
 
-    @parameterized.expand(each((impl, x) for impl in IMPLEMENTATIONS for x in (FLOAT32, BFLOAT16)))
+    @parameterized.expand(each([("reference", FLOAT32), ("triton", FLOAT32), ("triton", BFLOAT16)]))
     def test_autocast(self, _, impl, x_dtype):
         case = Case(choices(20, 3, 2), 3, dtype=FLOAT32, x_dtype=x_dtype)
 
@@ -446,12 +401,11 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
     def test_input_and_router_weights_in_float32(self, impl):
         self.check(Case(choices(20, 3, 2), 3, dtype=BFLOAT16, x_dtype=FLOAT32), impl)
 
-    @parameterized.expand(each((impl, name) for impl in IMPLEMENTATIONS for name in ("random", "on_another_device")))
-    def test_the_same_bits_twice_and_from_unwritten_buffers(self, _, impl, name):
-        case = Case(*ROUTINGS[name], dtype=BFLOAT16)
-        plain = case.run(impl)
-        with guarded_buffers() if impl == "triton" else nullcontext():
-            self.assert_same_bits(case.run(impl), plain)
+    def test_the_same_bits_twice_and_from_unwritten_buffers(self):
+        case = Case(*ROUTINGS["on_another_device"], dtype=BFLOAT16)
+        plain = case.run("triton")
+        with guarded_buffers():
+            self.assert_same_bits(case.run("triton"), plain)
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_adds_the_outputs_in_the_order_of_the_choices(self, impl):
@@ -479,11 +433,13 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
 
     def test_triton_saves_the_input_and_gate_and_up(self):
         case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
-        x, *weights = leaves = case.leaves()
-        kept = saved_in(lambda: experts(x, case.index, *weights, impl="triton"))
-        inputs = {t.untyped_storage().data_ptr() for t in (*leaves, case.index)}
-        new = [t for t in kept if t.untyped_storage().data_ptr() not in inputs and t.is_floating_point()]
-        self.assertEqual([t.shape for t in new], [(20 * 2, 2 * 64)])
+        x, weights, *both = leaves = case.leaves()
+        quantized = [DequantizedExperts(w.shape, w.dtype, lambda *_, w=w: w.detach().clone()) for w in both]
+        for stored, known in ((both, leaves), (quantized, leaves[:2])):
+            kept = saved_in(lambda stored=stored: experts(x, case.index, weights, *stored, impl="triton"))
+            inputs = {t.untyped_storage().data_ptr() for t in (*known, case.index)}
+            new = [t for t in kept if t.untyped_storage().data_ptr() not in inputs and t.is_floating_point()]
+            self.assertEqual([t.shape for t in new], [(20 * 2, 2 * 64)])
 
     def test_second_order_gradients(self):
         index = torch.tensor([[1, 0], [2, 1], [1, 1], [0, 5]])
@@ -516,11 +472,13 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
     def test_no_gradients_wanted(self):
         case = Case(choices(9, 3, 2), 3, dtype=BFLOAT16)
         x, *weights = case.leaves()
+        pieces = (lambda first, last, w=w: w.detach()[first:last] for w in weights[1:])
+        quantized = [DequantizedExperts(w.shape, w.dtype, piece) for w, piece in zip(weights[1:], pieces, strict=True)]
         for impl in IMPLEMENTATIONS:
             expected = case.run(impl)[0]
-            for mode in (torch.no_grad, torch.inference_mode):
+            for mode, both in itertools.product((torch.no_grad, torch.inference_mode), (weights[1:], quantized)):
                 with mode():
-                    y = experts(x, case.index, *weights, impl=impl)
+                    y = experts(x, case.index, weights[0], *both, impl=impl)
                 self.assertFalse(y.requires_grad)
                 self.assertTrue(torch.equal(y, expected))
 
@@ -551,14 +509,17 @@ def others(document, count, routing, seed):
     return made
 
 
-def leaks(document, function, numbers, seed, bar=0.0):
+AROUND = (("one", "one"), ("elsewhere", "random"), ("random", "random"), ("random", "one"))
+
+
+def leaks(document, function, numbers, seed, bar=0.0, around=AROUND):
     """Compare a document alone with the document in rows of others. Return the rows with a difference above `bar`.
 
     A bar of 0 compares bits.
     """
     alone, found, names = document.run(function, NAMES[:2]), [], ("y", *NAMES[:2])
     start, tokens = numbers[0], len(document.x)
-    for routings in (("random", "random"), ("one", "one"), ("random", "one"), ("elsewhere", "random")):
+    for routings in around:
         before, after = (
             others(document, n, r, seed + i) for i, (n, r) in enumerate(zip(numbers, routings, strict=True))
         )
@@ -572,41 +533,29 @@ def leaks(document, function, numbers, seed, bar=0.0):
 
 
 PLACES = [(0, 30), (30, 0), (11, 50), (3, 2), (100, 133), (1, 0)]
-SIZES = ((8, 5), (13, 16), (37, 33), (64, 64), (100, 20), (256, 64), (129, 7), (3, 1), (1, 1))
+SIZES = [(*size, FLOAT32, FLOAT32) for size in ((8, 5), (37, 33), (64, 64), (100, 20), (1, 1))]
+SIZES += [(64, 64, BFLOAT16, BFLOAT16), (129, 7, BFLOAT16, BFLOAT16), (64, 64, BFLOAT16, FLOAT32)]
+SIZES += [(64, 64, FLOAT32, BFLOAT16), (64, 64, FLOAT64, FLOAT64)]
 
 
 class IsolationTest(Assertions, InterpretedKernelsTest):
     """The results of a token do not depend on the other tokens of the row: to the last bit with a model's sizes."""
 
-    @parameterized.expand(each((d, *size) for d in (FLOAT32, BFLOAT16) for size in SIZES))
-    def test_reference(self, _, dtype, hidden, width):
+    @parameterized.expand(each(SIZES))
+    def test_reference(self, _, hidden, width, dtype, x_dtype):
         for seed, (tokens, places) in enumerate(zip((1, 7, 16, 17, 40, 2), PLACES, strict=True)):
-            for number, top_k in ((5, 3), (9, 1)):
-                document = Case(choices(tokens, number, top_k, seed), number, hidden, width, dtype, seed=seed)
-                # With other sizes, some CPUs compute the last rows of a block by other instructions than the first.
-                bar = 0.0 if hidden % 4 == width % 4 == 0 else 2e-6
-                self.assertEqual(leaks(document, "reference", places, seed, bar), [], (seed, number))
+            number, top_k = ((5, 3), (9, 1))[seed % 2]
+            document = Case(choices(tokens, number, top_k, seed), number, hidden, width, dtype, x_dtype, seed)
+            # With other sizes, some CPUs compute the last rows of a block by other instructions than the first.
+            bar = 0.0 if hidden % 4 == width % 4 == 0 else 2e-6
+            self.assertEqual(leaks(document, "reference", places, seed, bar), [], seed)
 
     @parameterized.expand(
-        each(
-            [
-                (1, 3, 64, 64, FLOAT32, 0, 30),
-                (7, 3, 64, 64, FLOAT32, 11, 30),
-                (5, 2, 128, 64, BFLOAT16, 70, 3),
-                (129, 1, 64, 64, FLOAT32, 1, 0),
-            ]
-        )
+        each([(7, 3, 64, FLOAT32, 11, 30), (5, 2, 128, BFLOAT16, 70, 3), (129, 1, 64, FLOAT32, 1, 0)])
     )
-    def test_triton(self, _, tokens, top_k, hidden, width, x_dtype, *places):
-        index = choices(tokens, top_k, top_k, tokens)
-        document = Case(index, top_k, hidden, width, BFLOAT16, x_dtype, seed=tokens)
-        self.assertEqual(leaks(document, "triton", places, tokens), [])
-
-    def test_with_other_dtypes(self):
-        for seed, (dtype, x_dtype) in enumerate(((BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16), (FLOAT64, FLOAT64))):
-            document = Case(choices(9, 3, 2, seed), 3, 64, 64, dtype, x_dtype, seed=seed)
-            for impl in ("reference", "triton") if dtype == BFLOAT16 else ("reference",):
-                self.assertEqual(leaks(document, impl, (5, 13), seed), [], dtype)
+    def test_triton(self, _, tokens, top_k, hidden, x_dtype, *places):
+        document = Case(choices(tokens, top_k, top_k, tokens), top_k, hidden, 64, BFLOAT16, x_dtype, seed=tokens)
+        self.assertEqual(leaks(document, "triton", places, tokens, around=AROUND[:2]), [])
 
     def test_the_comparison_finds_leaks(self):
         def mixed(x, index, *weights):
@@ -654,41 +603,36 @@ class AdapterTest(AdaptersTestCase):
 
     @parameterized.expand(
         each(
-            (impl, dtype, *ranks)
-            for impl, dtype in (("reference", FLOAT64), ("reference", FLOAT32), ("triton", BFLOAT16))
-            for ranks in ((4, 4), (16, 33), (3, 0), (0, 1), (64, 2))
+            [("reference", FLOAT64, *ranks) for ranks in ((4, 4), (16, 33), (3, 0), (0, 1), (64, 2))]
+            + [("triton", BFLOAT16, *ranks) for ranks in ((16, 33), (3, 0), (0, 1))]
+            + [("reference", FLOAT32, 4, 4)]
         )
     )
     def test_equals_weights_with_the_adapters(self, _, impl, dtype, *ranks):
-        for index in (choices(20, 3, 2), torch.tensor([[1, 3], [3, 0]] * 9)):
-            case = Case(index, 3, dtype=dtype)
-            matrices = self.matrices(case, ranks, torch.float32 if impl == "triton" else dtype)
-            actual = self.run_op(case, impl, matrices)
-            expected = self.run_op(case.cast(FLOAT64), None, [x.double() for x in matrices])
-            for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
-                self.assertEqual(a.shape, b.shape)
-                bar = {FLOAT64: 1e-13, FLOAT32: 2e-6, BFLOAT16: 4e-2}[dtype]
-                self.assertLess(relative(a, b), bar, number)
-            names = ("x", "x", *(n for n in NAMES[1:]))
-            self.assertEqual([a.dtype for a in actual[:5]], [getattr(case, n).dtype for n in names])
-            self.assertEqual({a.dtype for a in actual[5:]}, {matrices[0].dtype})
+        case = Case(torch.cat([choices(20, 3, 2), torch.tensor([[1, 3], [3, 0]] * 3)]), 3, dtype=dtype)
+        matrices = self.matrices(case, ranks, torch.float32 if impl == "triton" else dtype)
+        actual = self.run_op(case, impl, matrices)
+        expected = self.run_op(case.cast(FLOAT64), None, [x.double() for x in matrices])
+        for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
+            self.assertEqual(a.shape, b.shape)
+            self.assertLess(relative(a, b), {FLOAT64: 1e-13, FLOAT32: 2e-6, BFLOAT16: 4e-2}[dtype], number)
+        self.assertEqual([a.dtype for a in actual], [dtype] * 5 + [matrices[0].dtype] * (len(actual) - 5))
 
-    @parameterized.expand(
-        each((i, *t) for i in IMPLEMENTATIONS for t in (("x",), MATRICES, MATRICES[1:3], MATRICES[3:]))
-    )
-    def test_gradients_of_some_inputs(self, _, impl, *trained):
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_gradients_of_some_inputs(self, impl):
         case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
         matrices = self.matrices(case, (4, 8), BFLOAT16)
         every = dict(zip(("y", *NAMES, *MATRICES), self.run_op(case, impl, matrices), strict=True))
-        found = self.run_op(case, impl, matrices, trained)
-        self.assert_same_bits(found, [every["y"], *(every[name] for name in trained)])
+        for trained in (("x",), MATRICES, MATRICES[1:3], MATRICES[3:]):
+            found = self.run_op(case, impl, matrices, trained)
+            self.assert_same_bits(found, [every["y"], *(every[name] for name in trained)], trained)
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_isolation(self, impl):
         document = Case(choices(7, 2, 2), 2, dtype=BFLOAT16, x_dtype=FLOAT32)
         matrices = self.matrices(document, (4, 8), FLOAT32)
         adapters = {"gate_up_adapter": Adapter(*matrices[:2], 0.5), "down_adapter": Adapter(*matrices[2:], 3.0)}
-        found = leaks(document, lambda *args: experts(*args, **adapters, impl=impl), (11, 30), 1)
+        found = leaks(document, lambda *args: experts(*args, **adapters, impl=impl), (11, 30), 1, around=AROUND[:1])
         self.assertEqual(found, [])
 
     def test_from_unwritten_buffers(self):
@@ -730,17 +674,17 @@ class QuantizedExpertsTest(AdaptersTestCase):
 
     @parameterized.expand(
         each(
-            (impl, routing, number, piece, *ranks)
-            for impl, piece in (("reference", 1), ("triton", PIECES[0]), ("triton", PIECES[1]))
-            for routing, number, *ranks in (
-                ("random", 2, 4, 33),
-                ("random", 1, 0, 8),
-                ("experts_without_tokens", 2, 0, 0),
-                ("on_another_device", 1, 4, 8),
-                ("more_than_a_tile", 2, 0, 0),
-                ("many_experts", 2, 4, 8),
-                ("no_tokens", 2, 4, 8),
-            )
+            [
+                ("reference", "random", 2, 1, 4, 33),
+                ("reference", "on_another_device", 1, 1, 0, 8),
+                ("reference", "no_tokens", 2, 1, 4, 8),
+                ("triton", "random", 2, PIECES[0], 4, 33),
+                ("triton", "on_another_device", 1, PIECES[0], 4, 8),
+                ("triton", "many_experts", 2, PIECES[0], 0, 0),
+                ("triton", "experts_without_tokens", 2, PIECES[1], 0, 0),
+                ("triton", "many_experts", 1, PIECES[1], 0, 8),
+                ("triton", "no_tokens", 2, PIECES[1], 4, 8),
+            ]
         )
     )
     def test_the_same_bits_as_with_the_weights(self, _, impl, routing, number, piece, *ranks):
@@ -751,28 +695,14 @@ class QuantizedExpertsTest(AdaptersTestCase):
             found = self.run_op(case, impl, matrices, trained, self.quantized(number))
         self.assert_same_bits(found, expected)
 
-    @parameterized.expand(LAYOUTS)
-    def test_computed_in_another_layout(self, layout):
+    def test_computed_in_another_layout(self):
         case = Case(*ROUTINGS["random"], dtype=BFLOAT16)
         matrices = self.matrices(case, (4, 8), BFLOAT16)
         expected = self.run_op(case, "triton", matrices, NAMES[:2])
-        with self.pieces(PIECES[0]):
-            found = self.run_op(case, "triton", matrices, NAMES[:2], self.quantized(2, LAYOUTS[layout]))
-        self.assert_same_bits(found, expected)
-
-    @parameterized.expand(each((impl, *ranks) for impl in IMPLEMENTATIONS for ranks in ((0, 0), (4, 8))))
-    def test_isolation(self, _, impl, *ranks):
-        document = Case(choices(7, 4, 2), 4, dtype=BFLOAT16, x_dtype=FLOAT32)
-        matrices = self.matrices(document, ranks, FLOAT32)
-        adapters = {}
-        if ranks[0]:
-            adapters = {"gate_up_adapter": Adapter(*matrices[:2], 0.5), "down_adapter": Adapter(*matrices[2:], 3.0)}
-
-        def call(x, index, weights, *both):
-            return experts(x, index, weights, *self.quantized(2)(*both), **adapters, impl=impl)
-
-        with self.pieces(PIECES[0]):
-            self.assertEqual(leaks(document, call, (11, 30), 1), [])
+        for name, layout in LAYOUTS.items():
+            with self.pieces(PIECES[0]):
+                found = self.run_op(case, "triton", matrices, NAMES[:2], self.quantized(2, layout))
+            self.assert_same_bits(found, expected, name)
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_autocast(self, impl):
@@ -819,25 +749,6 @@ class QuantizedExpertsTest(AdaptersTestCase):
                 self.run_op(case, "triton", self.matrices(case, ranks, BFLOAT16), trained, self.quantized(2))
             self.assertEqual(self.computed, [*first, *second, *backward], trained)
 
-    def test_nothing_of_the_weights_is_kept(self):
-        case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
-        x, weights, *both = leaves = case.leaves(NAMES[:2])
-        kept = saved_in(lambda: experts(x, case.index, weights, *self.quantized(2)(*both), impl="triton"))
-        inputs = {t.untyped_storage().data_ptr() for t in (*leaves[:2], case.index)}
-        new = [t for t in kept if t.untyped_storage().data_ptr() not in inputs and t.is_floating_point()]
-        self.assertEqual([t.shape for t in new], [(20 * 2, 2 * 64)])
-
-    @parameterized.expand(IMPLEMENTATIONS)
-    def test_no_gradients_wanted(self, impl):
-        case = Case(choices(9, 3, 2), 3, dtype=BFLOAT16)
-        expected = case.run(impl, ())[0]
-        x, weights, *both = case.leaves(NAMES[:2])
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                y = experts(x, case.index, weights, *self.quantized(2)(*both), impl=impl)
-            self.assertFalse(y.requires_grad)
-            self.assertTrue(torch.equal(y, expected))
-
 
 class SharedExpertTest(Assertions, InterpretedKernelsTest):
     """The output of the shared expert, times its gate, in the same sum."""
@@ -855,9 +766,8 @@ class SharedExpertTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(
         each(
-            (impl, dtype, routing)
-            for impl, dtype in (("reference", FLOAT64), ("reference", FLOAT32), ("triton", BFLOAT16))
-            for routing in ("random", "on_another_device", "no_tokens")
+            [("reference", FLOAT64, "on_another_device"), ("reference", FLOAT32, "random")]
+            + [("triton", BFLOAT16, "on_another_device"), ("triton", BFLOAT16, "no_tokens")]
         )
     )
     def test_equals_the_definition(self, _, impl, dtype, routing):
@@ -868,11 +778,12 @@ class SharedExpertTest(Assertions, InterpretedKernelsTest):
             self.assertEqual((a.shape, a.dtype), (b.shape, dtype))
             self.assertLess(relative(a, b), {FLOAT64: 1e-13, FLOAT32: 2e-6, BFLOAT16: 4e-2}[dtype])
 
-    @parameterized.expand([(impl, trained) for impl in IMPLEMENTATIONS for trained in ("x", "shared", "gate")])
-    def test_gradients_of_some_inputs(self, impl, trained):
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_gradients_of_some_inputs(self, impl):
         case = Case(*ROUTINGS["random"], dtype=BFLOAT16)
         every = dict(zip(("y", "x", "weights", "shared", "gate"), self.run_op(case, impl), strict=True))
-        self.assert_same_bits(self.run_op(case, impl, trained=(trained,)), [every["y"], every[trained]])
+        for trained in ("x", "shared", "gate"):
+            self.assert_same_bits(self.run_op(case, impl, trained=(trained,)), [every["y"], every[trained]], trained)
 
     def test_in_another_dtype(self):
         """Autocast computes the shared expert in bfloat16 and leaves the input in float32."""
@@ -925,7 +836,6 @@ class BadInputTest(
             ("index", lambda: call(index=INDEX[:2]), r"top_k_index and top_k_weights \[3, top_k\]"),
             ("top_k", lambda: call(weights=torch.zeros(3, 1)), r"got \(3, 2\) and \(3, 1\)"),
             ("flat", lambda: call(index=INDEX[:, 0], weights=WEIGHTS[:, 0]), r"\[3, top_k\]"),
-            ("impl", lambda: call(impl="fast"), 'one of .*got "fast"'),
         ],
         [
             ("float32", lambda impl: call(impl=impl), "needs products in bfloat16, not torch.float32"),
@@ -951,7 +861,3 @@ class BadInputTest(
     )
 ):
     pass
-
-
-if __name__ == "__main__":
-    unittest.main()
