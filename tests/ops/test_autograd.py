@@ -144,7 +144,3 @@ class SecondOrderTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "expected first-order .* Do something else."):
             # The gradient is a constant, which torch's own decorator would return without an error.
             torch.autograd.grad(Square.apply(x) + x**3, x, create_graph=True)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -91,7 +91,3 @@ class AutotuningTest(unittest.TestCase):
             with autotuning.tuned_in_threads():
                 pass
         self.assertIn("one after the other", logs.output[0])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -200,7 +200,3 @@ class ChunkIndicesTest(unittest.TestCase):
         self.assertEqual(backends.chunk_indices(boundaries).shape, (3, 2))
         first = fla._boundaries(boundaries)
         self.assertIs(fla._boundaries(boundaries)["chunk_indices"], first["chunk_indices"])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -42,15 +42,10 @@ class HaloTest(InterpretedTest):
         outputs = CausalConv1dQKV.apply(*inputs[:2], position, 1, 1, len(weight) // 3, 1e-6, *halo)
         return list(outputs), list(torch.autograd.grad(outputs, inputs, upstream))
 
+    # Fewer, as many and more tokens before the part than the window reaches; parts within a program and of two.
     @parameterized.expand(
-        [
-            (before, length, width, dim)
-            for before in (0, 1, 2, 3, 5)
-            for length in (3, 4, 6, 25)
-            for width in (4, 3, 2)
-            for dim in (16, 24)
-            if (width == 4 or length == 6) and (dim == 16 or length == 6)
-        ]
+        [(0, 6, 4, 16), (1, 3, 4, 16), (2, 4, 4, 16), (3, 25, 4, 16), (5, 6, 4, 24), (1, 25, 4, 16)]
+        + [(0, 6, 3, 24), (1, 6, 3, 16), (2, 6, 3, 16), (0, 6, 2, 16), (1, 6, 2, 24)]
     )
     def test_equals_the_whole_row(self, before, length, width, dim):
         generator = torch.Generator().manual_seed(0)
@@ -74,17 +69,16 @@ class HaloTest(InterpretedTest):
         self.assert_same_bits(gradients[2:], [dx[start - (width - 1) : start]])
 
 
-class DocumentsMixin:
-    """Documents in `causal_conv1d_qkv`."""
+class DocumentsTest(InterpretedTest):
+    """Documents in `causal_conv1d_qkv`. Its reference calls `causal_conv1d`, which has such tests of its own."""
 
     lengths = (5, 1, 34, 9)
-    impl: str
 
     def run_row(self, x, upstream, boundaries):
         """Return q, k, v and the gradient of x, `[T, ...]`, and the gradient of the weight."""
         x = x.detach().requires_grad_()
         weight = torch.randn(48, 4, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        options = {"key_heads": 1, "key_dim": 16, "value_dim": 16, "boundaries": boundaries, "impl": self.impl}
+        options = {"key_heads": 1, "key_dim": 16, "value_dim": 16, "boundaries": boundaries, "impl": "triton"}
         outputs = causal_conv1d_qkv(x, weight, **options)
         gradients = torch.autograd.grad(outputs, (x, weight), upstream)
         return [*(y[0].detach() for y in (*outputs, gradients[0])), gradients[1]]
@@ -113,23 +107,19 @@ class DocumentsMixin:
         # The comparison can fail.
         self.assertGreater(min(errors(self.run_row(x, upstream, None), expected)), 1e-2)
 
-    @parameterized.expand([("halved", 0.5), ("nan", float("nan"))])
-    def test_a_change_in_one_document_changes_no_bit_in_others(self, _, factor):
+    def test_no_document_sees_another(self):
+        """A change in one changes no bit in others, and gradients across documents are exactly zero."""
         x, upstream, boundaries = self.row()
         before = self.cut(self.run_row(x, upstream, boundaries))
         for changed, span in enumerate(self.spans(boundaries)):
             # This includes the last token, which the next document could see, and the first, which could see the
             # previous one.
             other = x.clone()
-            other[:, span] *= factor
+            other[:, span] *= 0.5 if changed == 1 else float("nan")
             after = self.cut(self.run_row(other, upstream, boundaries))
             for document in range(len(self.lengths)):
                 same = [torch.equal(a, b) for a, b in zip(after[document], before[document], strict=True)]
                 self.assertEqual(same, [document != changed] * 4, f"document {document}, changed {changed}")
-
-    def test_gradients_across_documents_are_exactly_zero(self):
-        x, upstream, boundaries = self.row()
-        for span in self.spans(boundaries):
             one = [torch.zeros_like(u) for u in upstream]
             for a, b in zip(one, upstream, strict=True):
                 a[:, span] = b[:, span]
@@ -137,14 +127,6 @@ class DocumentsMixin:
             self.assertGreater(int(gradient[span].count_nonzero()), 0)
             gradient[span] = 0
             self.assertEqual(int(gradient.count_nonzero()), 0)
-
-
-class TritonDocumentsTest(DocumentsMixin, InterpretedTest):
-    impl = "triton"
-
-
-class ReferenceDocumentsTest(DocumentsMixin, unittest.TestCase):
-    impl = "reference"
 
 
 class ReferenceTest(BuiltinTesterMixin, unittest.TestCase):
@@ -201,7 +183,3 @@ class BadInputTest(bad_input_tests(SHAPES, UNSERVED)):
         for shape in ((1, 4, 48), (1, 6, 48), (2, 5, 48)):
             with self.assertRaisesRegex(ValueError, r"expected hidden_states \[1, 5, D\]"):
                 convolve(ones(*shape), ones(48, 4), boundaries=boundaries, impl=impl)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -169,7 +169,3 @@ class VerifyTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "cudnn"):
             options = {"eager": None, "scaling": 1.0, "boundaries": SequenceBoundaries.from_lengths([3])}
             module.attention(LAYER, *tensors, None, impl="cudnn", **options)
-
-
-if __name__ == "__main__":
-    unittest.main()

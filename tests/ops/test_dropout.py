@@ -1,6 +1,5 @@
 """Dropout of adapters' inputs: what the mask is, and that the backward of each op has the forward's."""
 
-import unittest
 from functools import partial
 
 import torch
@@ -32,9 +31,9 @@ def normal(*shape):
 
 
 class MaskTest(InterpretedKernelsTest):
-    @parameterized.expand([(f"{p}", p) for p in (0.05, 0.5, 0.9)])
-    def test_share_and_scale(self, _, p):
-        x = torch.ones(300, 500)
+    @parameterized.expand([(0.05,), (0.9,)])
+    def test_share_and_scale(self, p):
+        x = torch.ones(300, 200)
         y = dropped(x, seed(1), p)
         kept = y != 0
         # Five standard deviations.
@@ -57,23 +56,19 @@ class MaskTest(InterpretedKernelsTest):
         self.assertTrue(torch.equal(dropped(2 * x, seed(5), P), 2 * expected))
 
     def test_seeds_are_independent(self):
-        x = torch.ones(400, 500)
+        x = torch.ones(100, 200)
         masks = [dropped(x, seed(number), 0.5) != 0 for number in (0, 1, 2, 2**31 - 2)]
         for i, a in enumerate(masks):
             for b in masks[:i]:
                 self.assertLess(abs(float((a == b).double().mean()) - 0.5), 5 * 0.5 / x.numel() ** 0.5)
 
-    @parameterized.expand([("float16", torch.float16), ("bfloat16", torch.bfloat16)])
-    def test_other_dtypes(self, _, dtype):
-        x = normal(40, 60).to(dtype)
-        y, wide = dropped(x, seed(5), P), dropped(x.float(), seed(5), P)
-        self.assertEqual(y.dtype, dtype)
-        # One unit in the last place of bfloat16: the interpreter truncates.
-        self.assertTrue(((y.float() - wide).abs() <= wide.abs() / 128).all())
-
-    def test_sizes(self):
-        for count in (0, 1, 1023, 1024, 1025):
-            self.assertEqual(dropped(torch.ones(count), seed(5), P).shape, (count,))
+    def test_dtypes_and_sizes(self):
+        for dtype, count in ((torch.float16, 1023), (torch.bfloat16, 1025), (torch.float32, 0), (torch.float32, 1)):
+            x = normal(count).to(dtype)
+            y, wide = dropped(x, seed(5), P), dropped(x.float(), seed(5), P)
+            self.assertEqual((y.dtype, y.shape), (dtype, x.shape))
+            # One unit in the last place of bfloat16: the interpreter truncates.
+            self.assertTrue(((y.float() - wide).abs() <= wide.abs() / 128).all())
 
     def test_infinite_inputs_that_are_dropped_are_zero(self):
         y = dropped(torch.full((200,), float("inf")), seed(5), P)
@@ -175,8 +170,8 @@ class LinearTest(InterpretedKernelsTest):
             self.assertTrue(torch.equal(a, b))
         self.assertFalse(torch.equal(self.masks(4)[0][0], masks[0][0]))
 
-    @parameterized.expand([("trained", False), ("frozen", True)])
-    def test_the_backward_has_the_forwards_mask(self, _, frozen):
+    @parameterized.expand([(False,), (True,)])
+    def test_the_backward_has_the_forwards_mask(self, frozen):
         masks, layers = self.masks(3), parameters(frozen=frozen)
         leaves = [self.x, *leaves_of(layers)]
         torch.manual_seed(3)
@@ -204,20 +199,6 @@ class LinearTest(InterpretedKernelsTest):
         torch.manual_seed(3)
         for a, b in zip((*first, *second), (*fused(self.x, *layers), *fused(self.x, *layers)), strict=True):
             self.assertTrue(torch.equal(a, b))
-
-    def test_expected_output(self):
-        """The mean over many tokens with the same input is the output without dropout."""
-        x = normal(WIDTH).expand(4000, WIDTH)
-        layers = parameters()
-        dry = [
-            Projection(weight, bias, tuple(a._replace(dropout=0.0) for a in adapters))
-            for weight, bias, adapters in layers
-        ]
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for got, expected in zip(fused(x, *layers), fused(x, *dry), strict=True):
-                error = (got.mean(0) - expected[0]).abs()
-                self.assertTrue((error <= 5 * got.std(0) / len(x) ** 0.5 + 1e-4).all())
 
     def test_no_tokens(self):
         layers = parameters()
@@ -281,18 +262,17 @@ class LinearAfterAnOpTest(InterpretedKernelsTest):
 
     @parameterized.expand(ONE_LAYER)
     def test_the_backward_has_the_forwards_mask(self, _, op, product, size):
-        for frozen in (False, True):
-            (layer,) = layers = parameters([size], frozen=frozen)
-            torch.manual_seed(3)
-            with torch.no_grad():
-                shown = op(revealed(layers)[0], self.gate, self.x)
-                masks = masks_of([shown], product(self.gate, self.x), layers)
-            self.assertTrue(all((factor == 0).any() for factor in masks[0]))
-            leaves = [self.gate, self.x, *leaves_of(layers)]
-            torch.manual_seed(3)
-            got = gradients([op(layer, self.gate, self.x)], leaves)
-            expected = gradients(with_masks(product(self.gate, self.x), layers, masks), leaves)
-            self.assertLess(max(errors(got, expected)), 1e-5)
+        (layer,) = layers = parameters([size], frozen=size == LAYERS[1])
+        torch.manual_seed(3)
+        with torch.no_grad():
+            shown = op(revealed(layers)[0], self.gate, self.x)
+            masks = masks_of([shown], product(self.gate, self.x), layers)
+        self.assertTrue(all((factor == 0).any() for factor in masks[0]))
+        leaves = [self.gate, self.x, *leaves_of(layers)]
+        torch.manual_seed(3)
+        got = gradients([op(layer, self.gate, self.x)], leaves)
+        expected = gradients(with_masks(product(self.gate, self.x), layers, masks), leaves)
+        self.assertLess(max(errors(got, expected)), 1e-5)
 
 
 class CheckpointTest(InterpretedKernelsTest):
@@ -319,7 +299,3 @@ class CheckpointTest(InterpretedKernelsTest):
         self.assertGreater(relative(found[0][0], found[0][len(LAYERS)]), 1e-2)
         for a, b in zip(*found, strict=True):
             self.assertLess(relative(a, b), 1e-6)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -240,7 +240,3 @@ class KernelsTest(InterpretedKernelsTest):
             y = glu(leaves[0], leaves[1], leaves[2].view(4, 16), activation=activation, impl=impl)
             found.append(torch.autograd.grad(y.square().sum(), leaves))
         self.assertLess(max(errors(*found)), 1e-6)
-
-
-if __name__ == "__main__":
-    unittest.main()

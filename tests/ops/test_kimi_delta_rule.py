@@ -118,7 +118,3 @@ class KimiDeltaRuleTest(unittest.TestCase):
         ):
             with self.subTest(pattern), self.assertRaisesRegex(ValueError, pattern):
                 kimi_delta_rule(*call, **options)
-
-
-if __name__ == "__main__":
-    unittest.main()

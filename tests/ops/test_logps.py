@@ -476,7 +476,3 @@ class TritonChunksTest(ChunksMixin, InterpretedKernelsTest):
                 targets = torch.full((3,), place)
                 _, top = linear_logps(0 * hidden, weight, targets, bias, impl="triton", is_top1=True)
                 self.assertEqual(top.tolist(), [place == min(places)] * 3)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,7 +1,6 @@
 """Tensors that the backward computes again: when a recipe is known, and how long."""
 
 import gc
-import unittest
 from unittest import mock
 
 import torch
@@ -46,7 +45,3 @@ class RecipesTest(InterpretedKernelsTest):
         del y
         gc.collect()
         self.assertEqual(len(recipes._recipes), before - 1)
-
-
-if __name__ == "__main__":
-    unittest.main()

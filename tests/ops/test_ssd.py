@@ -164,7 +164,3 @@ class VerifyTest(unittest.TestCase):
         with mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True):
             self.assertEqual(_verify_triton(x, dt, A, B, C, D), (True, ""))
         self.assertEqual(kernels.size_of_heads(heads, dim, groups), expected)
-
-
-if __name__ == "__main__":
-    unittest.main()
