@@ -254,7 +254,7 @@ class CopiesTest(unittest.TestCase):
 
 
 class InterpretedConvolutionTest(InterpretedKernelsTest):
-    @parameterized.expand(["one_group", *SOME_ROWS])
+    @parameterized.expand(["several_groups", *SOME_ROWS])
     def test_equals_documents_with_their_prompts(self, name):
         self.check(name, 4)
 
@@ -267,7 +267,3 @@ class InterpretedConvolutionTest(InterpretedKernelsTest):
         module = "transformers_packed.ops.backends.triton.convolution"
         with mock.patch.multiple(module, _TOKENS=5, _RUNS=4):
             compare(self, Case.qkv(width, "triton"), name, 1e-5, torch.float32)
-
-
-if __name__ == "__main__":
-    unittest.main()
