@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 
 from transformers_packed import DataCollatorWithFlattening, registered, use_cuda_graphs, use_float8
 from transformers_packed.models.cuda_graphs import graph_length
+from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.quantization import (
     SENSITIVE,
     in_4bit,
@@ -27,7 +28,7 @@ from transformers_packed.models.quantization import (
     nf4,
 )
 from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
-from transformers_packed.training.mtp import train_mtp
+from transformers_packed.training.added_losses import train_losses
 
 
 EXPERTS = ("gate_up_proj", "down_proj")
@@ -156,7 +157,8 @@ def make_model(config: dict, arm: str, device: str):
     adapted = with_lora(model, "+prepared" in arm) if "lora" in arm else model
     if "+mtp" in arm:
         model.config.mtp_num_hidden_layers = 1
-        train_mtp(0.1, "+mtp-only" in arm, None, adapted)
+        losses = (MtpLoss(alone=True),) if "+mtp-only" in arm else (*OWN, MtpLoss(0.1))
+        train_losses(losses, None, adapted)
     return adapted
 
 

@@ -9,7 +9,8 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 
 from transformers_packed import add_mtp, mtp_acceptance, patch_model
 from transformers_packed.boundaries import SequenceBoundaries
-from transformers_packed.models.mtp_head import MtpRow
+from transformers_packed.models.losses import MtpLoss
+from transformers_packed.models.trunk_row import TrunkRow
 
 
 LENGTHS = (3, 30, 1, 2, 17)
@@ -36,9 +37,9 @@ def greedy(model, length):
 
 def drafted_one_by_one(model, ids, at, steps):
     """The tokens that row `at` drafts: a row of the true pairs up to it, then a pair for each earlier draft."""
-    row = MtpRow()
+    row = TrunkRow()
     tokens = torch.tensor([ids])
-    model.model(input_ids=tokens, use_cache=False, mtp_row=row)
+    model.model(input_ids=tokens, use_cache=False, trunk_row=row)
     embeddings, hidden = model.get_input_embeddings()(tokens[:, 1 : at + 2]), row.hidden_states[:, : at + 1]
     found = []
     for _ in range(steps):
@@ -94,7 +95,7 @@ class AcceptanceTest(unittest.TestCase):
         model = make_model()
         samples = self.samples(model)
         found = mtp_acceptance(model, samples)
-        model.train().mtp_only = True
+        model.train().losses = (MtpLoss(),)
         losses = [
             model(**{name: torch.tensor([x]) for name, x in ({"labels": s["input_ids"]} | s).items()}).loss.item()
             for s in samples

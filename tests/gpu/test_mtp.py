@@ -21,6 +21,7 @@ from transformers_packed import (
     use_cuda_graphs,
     use_float8,
 )
+from transformers_packed.models.losses import OWN, MtpLoss
 
 
 LENGTHS = [300, 1, 2, 63, 64, 594]
@@ -33,7 +34,7 @@ def make_model(family="qwen3_5", dtype=torch.bfloat16):
     options = {**options, DECLARED.get(family, "mtp_num_hidden_layers"): 1}
     model = cls._from_config(config_class(**REAL_HEADS | options), dtype=dtype).cuda().train()
     add_mtp(model)
-    model.mtp_loss_weight = 0.5
+    model.losses = (*OWN, MtpLoss(0.5))
     return model
 
 

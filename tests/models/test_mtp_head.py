@@ -26,7 +26,9 @@ from transformers import (
 )
 
 from transformers_packed import DataCollatorWithFlattening, add_mtp, patch_model, registered
-from transformers_packed.models.mtp_head import MtpRow, head_of, mtp_targets_of_batch
+from transformers_packed.models.losses import OWN, MtpLoss
+from transformers_packed.models.mtp_head import head_of
+from transformers_packed.models.trunk_row import TrunkRow
 from transformers_packed.parallel import SequenceParallel, shard_batch
 
 
@@ -58,7 +60,7 @@ def make_model(family):
         # That of the trunk too, so that its input is another hidden state than its output.
         for parameter in (*head.parameters(), model.get_decoder().norm.weight):
             parameter.normal_(std=0.3)
-    model.mtp_loss_weight = 0.5
+    model.losses = (*OWN, MtpLoss(0.5))
     return model.train()
 
 
@@ -147,10 +149,10 @@ class EqualityTest(unittest.TestCase):
             ids = paths[parent]["input_ids"] if parent >= 0 else []
             own = [-100, *sample["labels"][1:]]
             paths.append({"input_ids": ids + sample["input_ids"], "labels": [-100] * len(ids) + own})
-        model.mtp.record = []
+        model.losses[-1].record = []
         loss = model(**batch).loss
-        self.assertEqual(model.mtp.record.pop()[1], targets_of(paths)[1])
-        self.assertEqual(int((mtp_targets_of_batch(batch) != -100).sum()), targets_of(paths)[1])
+        self.assertEqual(model.losses[-1].record.pop()[1], targets_of(paths)[1])
+        self.assertEqual(int((MtpLoss.targets_of(batch) != -100).sum()), targets_of(paths)[1])
         self.check(model, loss, alone(model, paths))
 
     def test_rows_without_a_mask_are_documents(self):
@@ -177,11 +179,11 @@ class EqualityTest(unittest.TestCase):
     def test_isolation(self):
         """The hidden states of the head have a gradient of exactly 0 at the embeddings of other documents."""
         model, samples = make_model("dense"), make_samples()
-        batch, row = packed(samples), MtpRow()
+        batch, row = packed(samples), TrunkRow()
         ids = batch.pop("input_ids")
         embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
         batch.pop("labels")
-        model.model(inputs_embeds=embeddings, mtp_row=row, **batch)
+        model.model(inputs_embeds=embeddings, trunk_row=row, **batch)
         hidden, ends = model.mtp(row), torch.tensor(LENGTHS).cumsum(0)
         for start, end in zip((ends - torch.tensor(LENGTHS)).tolist(), ends.tolist(), strict=True):
             weights = torch.randn(hidden.shape[-1])
@@ -211,8 +213,8 @@ class EqualityTest(unittest.TestCase):
         changed[0]["pixel_values"] = changed[0]["pixel_values"] + 1
         rows = []
         for some in (features, changed):
-            batch, row = collator(some), MtpRow()
-            model.model(**{n: x for n, x in batch.items() if n != "labels"}, mtp_row=row)
+            batch, row = collator(some), TrunkRow()
+            model.model(**{n: x for n, x in batch.items() if n != "labels"}, trunk_row=row)
             rows.append(model.mtp(row)[0])
         same = (rows[0] == rows[1]).all(-1)
         first = len(features[0]["input_ids"])
@@ -222,8 +224,8 @@ class EqualityTest(unittest.TestCase):
     @unittest.skipUnless(hasattr(MtpModel, "forward_layer"), "needs a release that runs one layer of its own head")
     def test_equals_mtp_model_of_transformers(self, family):
         model, ids = make_model(family).eval(), torch.tensor([make_samples((40,))[0]["input_ids"]])
-        row = MtpRow()
-        model.model(input_ids=ids, mtp_row=row, use_cache=False)
+        row = TrunkRow()
+        model.model(input_ids=ids, trunk_row=row, use_cache=False)
         got = model.mtp(row)[0, :-1]
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
@@ -244,7 +246,7 @@ def _shares(size):
         model, samples = make_model("dense").double(), make_samples(lengths)
         trunk, head = targets_of(samples)
         inputs = shard_batch(packed(samples), parallel.rank, size, parallel=parallel, minimum=3)
-        counted = int((mtp_targets_of_batch(inputs) != -100).sum())
+        counted = int((MtpLoss.targets_of(inputs) != -100).sum())
         loss = model(**inputs, num_items_in_batch=max(trunk, 1), num_mtp_items_in_batch=head).loss
         found[name] = counted, loss.item(), gradients(model, loss)
     return found
@@ -269,20 +271,20 @@ class TargetsTest(unittest.TestCase):
     def test_numbers(self):
         """The last two tokens of a document have no target, so documents of one or two tokens have none."""
         model = make_model("dense")
-        model.mtp.record = []
+        model.losses[-1].record = []
         for length in (1, 2, 3, 9):
             sample = {"input_ids": list(range(1, 1 + length)), "labels": list(range(1, 1 + length))}
             model(**packed([sample]), num_items_in_batch=1)
-            self.assertEqual(model.mtp.record.pop()[1], max(length - 2, 0))
+            self.assertEqual(model.losses[-1].record.pop()[1], max(length - 2, 0))
 
     @parameterized.expand(["row", "right", "left"])
     def test_the_count_of_a_batch_is_that_of_the_loss(self, form):
         model, samples = make_model("dense"), make_samples()
-        model.mtp.record = []
+        model.losses[-1].record = []
         batch = packed(samples) if form == "row" else padded(samples, form)
-        self.assertEqual(int((mtp_targets_of_batch(batch) != -100).sum()), targets_of(samples)[1])
+        self.assertEqual(int((MtpLoss.targets_of(batch) != -100).sum()), targets_of(samples)[1])
         model(**batch, use_cache=False)
-        self.assertEqual(model.mtp.record[0][1], targets_of(samples)[1])
+        self.assertEqual(model.losses[-1].record[0][1], targets_of(samples)[1])
 
     def test_a_row_without_targets(self):
         model = make_model("dense")
@@ -294,14 +296,14 @@ class TargetsTest(unittest.TestCase):
         model, samples = make_model("dense"), make_samples()
         loss = model.eval()(**packed(samples)).loss
         self.assertEqual(loss, patch_model(model.eval())(**packed(samples), num_mtp_items_in_batch=3).loss)
-        model.train().mtp_loss_weight = 0.0
+        model.train().losses = OWN
         self.assertLess((model(**packed(samples)).loss - loss).abs(), 1e-5)
 
     def test_the_head_alone(self):
         model, samples = make_model("dense"), make_samples()
-        with_trunk, model.mtp_loss_weight = model(**packed(samples)), 0.0
+        with_trunk, model.losses = model(**packed(samples)), OWN
         main = model(**packed(samples))
-        model.mtp_only = True
+        model.losses = (MtpLoss(),)
         outputs = model(**packed(samples))
         expected = (with_trunk.loss - main.loss) / 0.5
         self.assertLess((outputs.loss - expected).abs(), 1e-5)
@@ -313,9 +315,9 @@ class TargetsTest(unittest.TestCase):
 
     def test_detached(self):
         model, samples = make_model("dense"), make_samples()
-        model.mtp_loss_weight = 0.0
+        model.losses = OWN
         main = gradients(model, model(**packed(samples)).loss)
-        model.mtp_loss_weight, model.mtp.detached = 0.5, True
+        model.losses, model.mtp.detached = (*OWN, MtpLoss(0.5)), True
         model.lm_head.requires_grad_(False)
         both = gradients(model, model(**packed(samples)).loss)
         trunk = {name: x for name, x in both.items() if name.startswith("model.")}
@@ -410,7 +412,7 @@ class CheckpointTest(unittest.TestCase):
         other = patch_model(tiny_model("qwen4_exp"))
         self.assertRaisesRegex(ValueError, "a model of Qwen3-Next", add_mtp, other)
         model = patch_model(stock).train()
-        model.mtp_loss_weight = 0.1
+        model.losses = (*OWN, MtpLoss(0.1))
         batch = packed(make_samples())
         self.assertRaisesRegex(ValueError, "a head of multi-token prediction, got one without", model, **batch)
 

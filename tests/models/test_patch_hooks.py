@@ -222,7 +222,7 @@ class ProcessGroupTest(PatchTestCase):
         if hooked:
             model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
         with mock.patch(
-            "transformers_packed.models.mtp_head.linear_cross_entropy", wraps=linear_cross_entropy
+            "transformers_packed.models.losses.head.linear_cross_entropy", wraps=linear_cross_entropy
         ) as fused:
             output = model.train()(**batch)
         # A user's hook on the head requires logits.

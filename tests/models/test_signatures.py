@@ -27,8 +27,6 @@ ADDED = {
     "GatedDeltaNet.forward": ["seq_idx", "cu_seqlens"],
     "RMSNorm.forward": ["residual", "stream"],
     "Qwen3_5ForSequenceClassification.forward": ["labels", "use_cache"],
-    "ForCausalLM.forward": ["num_mtp_items_in_batch"],
-    "ForConditionalGeneration.forward": ["num_mtp_items_in_batch"],
 }
 
 

@@ -30,6 +30,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from transformers_packed import add_mtp, configure_packing, patch_model, registered
 from transformers_packed.models import mtp_beside
+from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.mtp_head import head_of
 
 
@@ -68,7 +69,7 @@ class StepTest(unittest.TestCase):
         self.assertLess(total_relative_error(updates, expected), 1e-5)
         self.assertAlmostEqual(log[0]["loss"], loss.item(), places=4)
         # Logged beside it: the loss of the head, and how often its choice was the model's.
-        reference.mtp_only = True
+        reference.losses = (MtpLoss(),)
         alone = sum(reference(**batch, num_mtp_items_in_batch=head).loss for batch in collated(samples))
         self.assertAlmostEqual(log[0]["mtp_loss"], alone.item(), places=3)
         self.assertTrue(0 <= log[0]["mtp_acceptance"] <= 1)
@@ -76,12 +77,12 @@ class StepTest(unittest.TestCase):
     def test_acceptance_at_logging_steps_alone(self):
         trainer = build(self.folder, logging_steps=2, max_steps=4)
         compared = []
-        trainer.model.register_forward_pre_hook(lambda module, _: compared.append(module.mtp.compares))
+        trainer.model.register_forward_pre_hook(lambda module, _: compared.append(module.losses[-1].is_detailed))
         trainer.train()
         # Two rows in each step, after the rows of the check before the first step.
         self.assertEqual(compared[-8:], [False, False, True, True] * 2)
-        self.assertFalse(any(compared[:-8]) or trainer.model.mtp.compares)
-        self.assertIsNone(trainer.model.mtp.record)
+        self.assertFalse(any(compared[:-8]) or trainer.model.losses[-1].is_detailed)
+        self.assertIsNone(trainer.model.losses[-1].record)
 
     def test_without_packing(self):
         """A padded batch trains the head as the row does."""
@@ -129,11 +130,11 @@ class StepTest(unittest.TestCase):
 
         @functools.wraps(forward)
         def without_head(*args, **kwargs):
-            model.mtp_loss_weight, before = 0.0, model.mtp_loss_weight
+            model.losses, before = OWN, model.losses
             try:
                 return forward(*args, **kwargs)
             finally:
-                model.mtp_loss_weight = before
+                model.losses = before
 
         with mock.patch.object(model, "forward", without_head):
             self.assertRaisesRegex(ValueError, "another, which left it out", trainer.train)

@@ -20,7 +20,9 @@ from ..data.collator import DataCollatorWithFlattening
 from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
 from ..foreign import attention_of
-from ..models.mtp_head import MtpRow, add_mtp, first_choices, head_loss, head_of, language_model
+from ..models.losses.head import head_loss
+from ..models.mtp_head import add_mtp, first_choices, head_of, language_model
+from ..models.trunk_row import TrunkRow
 
 
 # Documents that later steps take at most, in tokens: their attention holds a mask of so many rows times the steps.
@@ -146,8 +148,8 @@ def _of_row(model: Any, head: Any, collator: Any, samples: list[dict[str, list[i
     """Yield accepted and drafted tokens of each step, and the loss, for each document of a row."""
     device = model.get_input_embeddings().weight.device
     batch = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in collator(samples).items()}
-    row, ids, labels = MtpRow(), batch["input_ids"][0], torch.cat([torch.as_tensor(x["labels"]) for x in samples])
-    model.model(**{name: x for name, x in batch.items() if name != "labels"}, mtp_row=row, use_cache=False)
+    row, ids, labels = TrunkRow(), batch["input_ids"][0], torch.cat([torch.as_tensor(x["labels"]) for x in samples])
+    model.model(**{name: x for name, x in batch.items() if name != "labels"}, trunk_row=row, use_cache=False)
     hidden, labels, starts = head(row), labels.to(device), row.boundaries.cu_seqlens_cpu.tolist()
     choices = first_choices(model.lm_head, row.hidden_states[0])
     pairs = head.pairs(row) if steps > 1 else None
@@ -177,7 +179,7 @@ def _count(drafts: Iterator[torch.Tensor], ids, labels, choices) -> Iterator[tup
 
 
 def _drafts(
-    model: Any, head: Any, row: MtpRow, hidden: torch.Tensor, first: torch.Tensor | None, part: slice, steps: int
+    model: Any, head: Any, row: TrunkRow, hidden: torch.Tensor, first: torch.Tensor | None, part: slice, steps: int
 ) -> Iterator[torch.Tensor]:
     """Yield the tokens that each row of a document drafts, step by step, from the head's output `[1, L, hidden]`.
 

@@ -44,8 +44,8 @@ class PackingKwargs(TransformersKwargs, total=False):
             For each document, the index of the earlier document that it continues, or -1 ([`SharedPrompts`]).
         prompt_of (`torch.LongTensor` of shape `[N]`, *optional*):
             Another name for `parent_of`, if all parents are prompts.
-        mtp_row (`MtpRow`, *optional*):
-            What the text model fills for the head of multi-token prediction.
+        trunk_row (`TrunkRow`, *optional*):
+            What the text model fills for losses that read more of it than its output.
         packs_padding (`bool`, *optional*):
             Whether this call computes only the real tokens of a padded batch. Defaults to the model's attribute.
         settled (`bool`, *optional*):
@@ -57,13 +57,13 @@ class PackingKwargs(TransformersKwargs, total=False):
     boundaries: SequenceBoundaries | None
     parent_of: torch.LongTensor | None
     prompt_of: torch.LongTensor | None
-    mtp_row: Any
+    trunk_row: Any
     packs_padding: bool | None
     settled: bool | None
 
 
 _RESTART = "position_ids that restart"
-_OF_MODELS = {"boundaries", "settled", "packs_padding", "mtp_row"}
+_OF_MODELS = {"boundaries", "settled", "packs_padding", "trunk_row"}
 _NOT_FOR_VISION = {*PACKING_KEYWORDS, *_OF_MODELS, "num_items_in_batch", "shift_labels"}
 
 

@@ -56,7 +56,7 @@ def save_beside(model: Any, state: Mapping[str, torch.Tensor] | None, folder: st
 
 def load_beside(model: Any, source: Any, adapter: str, options: Mapping[str, Any]) -> None:
     """Load the head in the folder or the repository of a loaded adapter, if there is one, or say how to load it."""
-    if not (Path(str(source)).is_dir() or hasattr(type(model), "mtp_loss_weight")):
+    if not (Path(str(source)).is_dir() or hasattr(type(model), "skips_logits")):
         # Nothing is looked for on the Hub for other models.
         return
     file = None

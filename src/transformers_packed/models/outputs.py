@@ -13,23 +13,23 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     MoeCausalLMOutputWithPast,
-    MoeModelOutputWithPast,
     SequenceClassifierOutputWithPast,
 )
-from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
 from transformers.utils import ModelOutput, can_return_tuple, logging
 from transformers.utils.import_utils import is_tracing
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error, unsupported
 from ..ops.autograd import is_transformed
-from ..ops.cross_entropy import TargetCount, shift_labels
+from ..ops.cross_entropy import shift_labels
 from ..parallel.shard import RowShard
 from .inputs import kept_tokens, mask_targets_across_documents
-from .mtp_head import MtpHead, MtpStep, head_loss
+from .losses import ITEMS, OWN, added, trains_trunk
+from .losses.head import is_plain, sum_of
+from .losses.loss import Loss, LossStep
 from .packed_model import PackedModelMixin, Switch
 from .typed import OutputBase
-from .untouched import is_bare_linear, is_sharded_linear
+from .untouched import is_bare_linear
 from .versions import CACHE
 
 
@@ -46,12 +46,10 @@ class LanguageModelMixin(PackedModelMixin):
     # copied output, as under mixed precision. The argument `skip_logits` of a call overrides it.
     skips_logits = Switch(True)
 
-    # The head of multi-token prediction that [`add_mtp`] has added.
-    mtp: MtpHead
-    # What the loss of the head counts for in training. With 0, it does not run.
-    mtp_loss_weight = 0.0
-    # Whether only the head trains: the trunk then runs without gradients, and without a loss of its own.
-    mtp_only = False
+    # What a step trains. In evaluation, the loss of a model is that of `OWN`.
+    losses: tuple[Loss, ...] = OWN
+    # Those of the last forward that the stock model does not compute, where a Trainer computes the others from scores.
+    pending_loss: torch.Tensor | None = None
 
     @can_return_tuple
     def forward_with_boundaries(
@@ -60,7 +58,6 @@ class LanguageModelMixin(PackedModelMixin):
         *,
         labels: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        num_mtp_items_in_batch: int | torch.Tensor | None = None,
         **inputs: Any,
     ) -> ModelOutput:
         if boundaries is not None:
@@ -73,27 +70,28 @@ class LanguageModelMixin(PackedModelMixin):
                 "Labels follow padding in a padded batch, so its padding is computed. To skip it, set the labels of "
                 "padding and of the first token of each row to -100."
             )
-        mtp = _mtp_step(self, labels, logits_to_keep, num_mtp_items_in_batch, inputs)
-        if mtp is not None:
-            inputs["mtp_row"] = mtp.row
-            if self.mtp_only:
-                return _loss_of_head_alone(self, mtp, inputs)
-        if _skips_logits(self, labels, logits_to_keep, inputs):
-            return loss_without_logits(self, labels, logits_to_keep=logits_to_keep, mtp=mtp, **inputs)
+        step = _loss_step(self, labels, logits_to_keep, inputs)
+        if _skips_logits(step, inputs):
+            assert step is not None
+            return loss_without_logits(step)
+        if step is None or not added(step.losses):
+            return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+        step.begin(added(step.losses))
+        # The stock forward computes all of its losses, or none.
+        labels = labels if any(loss.is_own for loss in step.losses) else None
         outputs = super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
-        if mtp is not None:
-            outputs.loss = outputs.loss + self.mtp_loss_weight * mtp.alone(self).to(outputs.loss.device)
+        outputs.loss = sum_of([*([] if outputs.loss is None else [outputs.loss]), *step.terms()])
         return outputs
 
     def forward_of_trl(self, score: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """Call TRL's forward `score`, from whose scores its trainer computes a loss, and keep that of the head for it."""
-        items = inputs.pop("num_mtp_items_in_batch", None)
-        mtp = _mtp_step(self, inputs.get("labels"), 0, items, inputs)
-        if mtp is None:
+        """Call TRL's forward `score`, from whose scores its trainer computes a loss, and keep the others for it."""
+        step = _loss_step(self, inputs.get("labels"), 0, inputs)
+        if step is None or not added(step.losses):
             return score(**inputs)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.mtp_only):
-            outputs = score(**inputs, mtp_row=mtp.row)
-        self.mtp.pending = mtp.alone(self)
+        step.begin(added(step.losses))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains_trunk(step.losses)):
+            outputs = score(**inputs)
+        self.pending_loss = sum_of(step.terms())
         return outputs
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)
@@ -171,59 +169,44 @@ def _has_targets_after_padding(
     return bool(((targets != inputs.get("ignore_index", -100)) & (mask == 0)).any())
 
 
-def _mtp_step(
-    model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, items: Any, inputs: dict
-) -> MtpStep | None:
-    """Return the loss of the head of multi-token prediction in this forward, if the head trains."""
-    if labels is None or not model.training or not (model.mtp_loss_weight or model.mtp_only):
+def _loss_step(
+    model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict
+) -> LossStep | None:
+    """Return the losses of this forward, if it has labels. Removes the divisors of added losses from `inputs`."""
+    items = {name: inputs.pop(name, None) for name in ITEMS}
+    if labels is None:
         return None
-    if not hasattr(model, "mtp"):
-        fix = "Call add_mtp, or set mtp_loss_weight = 0 and mtp_only = False."
-        raise input_error("a model with a head of multi-token prediction", "one without", fix)
-    keeps_all = isinstance(logits_to_keep, int) and not logits_to_keep
-    if not keeps_all or torch.compiler.is_compiling() or is_transformed():
-        got = "torch.compile or torch.func" if keeps_all else "logits_to_keep"
-        raise unsupported("multi-token prediction (mtp_loss_weight)", got, "Train without one of them.")
-    return MtpStep.of(labels, items, inputs)
+    step = LossStep(model, model.losses if model.training else OWN, labels, logits_to_keep, inputs, items)
+    others = added(step.losses)
+    if others and (not step.keeps_all or torch.compiler.is_compiling() or is_transformed()):
+        got = "torch.compile or torch.func" if step.keeps_all else "logits_to_keep"
+        raise unsupported(f"the loss of {others[0].title}", got, "Train without one of them.")
+    return step
 
 
-def _loss_of_head_alone(model: Any, mtp: MtpStep, inputs: dict) -> CausalLMOutputWithPast:
-    """Run a trunk without gradients, and compute the loss of its head of multi-token prediction."""
-    inputs.pop("skip_logits", None)
-    with torch.no_grad():
-        outputs = model.model(**inputs)
-    make_logits = _logits_on_demand(model.lm_head, outputs.last_hidden_state)
-    return CausalLMOutputWithoutLogits(loss=mtp.alone(model), make_logits=make_logits)
-
-
-def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict) -> bool:
+def _skips_logits(step: LossStep | None, inputs: dict) -> bool:
     """Whether this forward of a language model computes only its loss. Removes `skip_logits` from `inputs`.
 
     By default the logits are skipped in training if labels are given, unless `model.skips_logits` is `False`.
     """
     skip = inputs.pop("skip_logits", None)
+    if step is None:
+        return False
+    if not trains_trunk(step.losses):
+        return True
+    model = step.model
+    # Heads with PEFT adapters or accelerate's hooks are not plain.
+    possible = model.loss_function is ForCausalLMLoss and is_plain(model.lm_head)
     skip = model.training and model.skips_logits if skip is None else skip
-    is_shard, possible = isinstance(inputs.get("boundaries"), RowShard), _has_plain_loss(model)
-    if is_shard and hasattr(model.config.get_text_config(), "router_aux_loss_coef"):
-        # The router loss belongs to the whole row, and only `loss_without_logits` counts it once.
+    is_shard = isinstance(inputs.get("boundaries"), RowShard)
+    if is_shard and any(loss.is_of_rows(model) for loss in step.losses):
         skip = True
-        if labels is not None and not possible:
+        if not possible:
             expected = "a plain linear lm_head and Transformers' own loss for a shard of a row"
             raise input_error(expected, type(model.lm_head).__name__, "Exclude lm_head from the adapted modules.")
-    keeps_all = isinstance(logits_to_keep, int) and not logits_to_keep
-    if not skip or labels is None or (is_shard and not keeps_all):
+    if not skip or (is_shard and not step.keeps_all):
         return False
     return possible and not (torch.compiler.is_compiling() or is_transformed())
-
-
-def _has_plain_loss(model: Any) -> bool:
-    """Whether a model has the stock loss and a plain linear head, which FSDP2 or ZeRO-3 may have sharded.
-
-    Heads with PEFT adapters or accelerate's hooks do not qualify.
-    """
-    return model.loss_function is ForCausalLMLoss and (
-        is_bare_linear(model.lm_head) or is_sharded_linear(model.lm_head)
-    )
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -331,75 +314,20 @@ class MoeCausalLMOutputWithoutLogits(_LogitsOnDemand, MoeCausalLMOutputWithPast)
     """Output of a mixture-of-experts language model that skipped the logits."""
 
 
-def loss_without_logits(
-    model: Any,
-    labels: torch.Tensor | None,
-    *,
-    logits_to_keep: int | torch.Tensor = 0,
-    attention_mask: torch.Tensor | None = None,
-    output_router_logits: bool | None = None,
-    mtp: MtpStep | None = None,
-    **inputs: Any,
-) -> CausalLMOutputWithoutLogits | MoeCausalLMOutputWithoutLogits:
-    """Run a language model and compute the loss of the stock forward without logits.
+def loss_without_logits(step: LossStep) -> CausalLMOutputWithoutLogits | MoeCausalLMOutputWithoutLogits:
+    """Run a language model with a base model `model` and a head `lm_head`, and compute its losses without logits.
 
     The output computes its logits on first access.
-
-    Args:
-        model (`PreTrainedModel`):
-            A model with a base model `model` and a head `lm_head`.
-        labels (`torch.LongTensor` of shape `[B, T]`):
-            As in the forward of every causal language model.
-        logits_to_keep (`int` or `torch.Tensor`, *optional*, defaults to 0):
-            As in forward. The labels are those of the kept tokens.
-        attention_mask (`torch.Tensor`, *optional*):
-            As in forward.
-        output_router_logits (`bool`, *optional*):
-            As in the forward of a mixture of experts.
-        mtp ([`MtpStep`], *optional*):
-            The loss of the head of multi-token prediction, to be added.
-        inputs (`Any`):
-            The other arguments of forward, including those of the loss: `num_items_in_batch`, `shift_labels`,
-            `ignore_index`, `label_smoothing`.
     """
-    config = model.config.get_text_config()
-    sparse = hasattr(config, "router_aux_loss_coef")
-    if sparse and output_router_logits is None:
-        output_router_logits = config.output_router_logits
-    if output_router_logits is not None:
-        inputs["output_router_logits"] = output_router_logits
-    ignore_index = inputs.get("ignore_index", -100)
-    targets = inputs.get("shift_labels")
-    if targets is None:
-        assert labels is not None
-        targets = shift_labels(labels, ignore_index)
-    num_targets = TargetCount(targets, ignore_index)
-    outputs = model.model(attention_mask=attention_mask, **inputs)
-    head = model.lm_head
-    kept = outputs.last_hidden_state[:, kept_tokens(logits_to_keep)]
-    make_logits = _logits_on_demand(head, kept)
-
-    items = inputs.get("num_items_in_batch")
-    if mtp is not None:
-        loss = mtp.beside(model, kept, targets, int(num_targets), items)
-    else:
-        options = {"num_items_in_batch": items, "label_smoothing": inputs.get("label_smoothing", 0.0)}
-        options |= {"ignore_index": ignore_index, "num_targets": int(num_targets)}
-        loss = head_loss(head, kept, targets, **options)
+    model = step.model
+    step.begin(step.losses)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and trains_trunk(step.losses)):
+        step.outputs = outputs = model.model(**step.inputs)
     fields = {name: outputs.get(name) for name in (CACHE, "hidden_states", "attentions")}
-    fields["make_logits"] = make_logits
-    routers = outputs.get("router_logits")
-    aux_loss: Any = None
-    if not sparse:
-        # Some mixtures have no loss of their routers.
-        if isinstance(outputs, MoeModelOutputWithPast):
-            return MoeCausalLMOutputWithoutLogits(loss=loss, router_logits=routers, **fields)
+    kept = outputs.last_hidden_state[:, kept_tokens(step.logits_to_keep)]
+    fields["make_logits"] = _logits_on_demand(model.lm_head, kept)
+    loss = sum_of(step.terms())
+    if not hasattr(outputs, "router_logits"):
         return CausalLMOutputWithoutLogits(loss=loss, **fields)
-    if output_router_logits:
-        aux_loss = load_balancing_loss_func(routers, config.num_experts, config.num_experts_per_tok, attention_mask)
-        boundaries = inputs.get("boundaries")
-        if isinstance(boundaries, RowShard) and inputs.get("num_items_in_batch") is not None:
-            # Every rank computes the router loss of the whole row, and the losses of the ranks are summed.
-            aux_loss = aux_loss / boundaries.size
-        loss = loss + config.router_aux_loss_coef * torch.as_tensor(aux_loss).to(loss.device)
-    return MoeCausalLMOutputWithoutLogits(loss=loss, aux_loss=aux_loss, router_logits=routers, **fields)
+    routers = outputs.router_logits
+    return MoeCausalLMOutputWithoutLogits(loss=loss, router_logits=routers, **fields, **step.fields)

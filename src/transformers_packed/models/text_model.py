@@ -22,13 +22,13 @@ class PackedTextModelMixin(PackedModelMixin):
 
     @can_return_tuple
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs: Any) -> Any:
-        mtp_row, _ = inputs.pop("mtp_row", None), inputs.pop("settled", None)
+        trunk_row, _ = inputs.pop("trunk_row", None), inputs.pop("settled", None)
         padded = padded_batch(self, inputs)
         if padded is not None:
             boundaries = padded.boundaries
             inputs |= padded.packed(inputs)
-        if mtp_row is not None:
-            mtp_row.embed(self, inputs)
+        if trunk_row is not None:
+            trunk_row.embed(self, inputs)
         if boundaries is not None:
             check_config(self.config, inputs)
             wants_weights = inputs.get("output_attentions", self.config.output_attentions)
@@ -43,8 +43,8 @@ class PackedTextModelMixin(PackedModelMixin):
             inputs["boundaries"] = boundaries
         with layers_as_graphs(self, boundaries, inputs):
             outputs = super().forward(**inputs)
-        if mtp_row is not None:
-            mtp_row.finish(self, inputs, outputs.last_hidden_state, boundaries, padded)
+        if trunk_row is not None:
+            trunk_row.finish(self, inputs, outputs.last_hidden_state, boundaries, padded)
         if padded is not None:
             outputs.last_hidden_state = padded.unpack(outputs.last_hidden_state[0]).unflatten(0, padded.shape)
         if boundaries is not None and outputs.get("router_logits") is not None:

@@ -1,11 +1,12 @@
 """How a Trainer trains, as values. `setup.py` decides them, and `apply.py` follows them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from ..models.losses.loss import Loss
 from .options import Options
 from .trainers import TrainerRecord
 
@@ -50,6 +51,8 @@ class Setup:
             The collator of the padded batches that the rows stand for.
         parallel (`dict`, *optional*):
             Arguments of the [`SequenceParallel`] whose processes share rows.
+        losses (`list[Loss]`):
+            What a step trains that the stock model does not.
     """
 
     mode: str
@@ -61,3 +64,4 @@ class Setup:
     record: TrainerRecord = TrainerRecord()
     padded: Callable | None = None
     parallel: dict[str, Any] | None = None
+    losses: list[Loss] = field(default_factory=list)

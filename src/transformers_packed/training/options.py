@@ -58,11 +58,6 @@ class Options(TrainingOptions):
         attention = self.sequence_parallel_attention
         return {"gated_delta_rule": self.sequence_parallel_gated_delta_rule, "attention": attention}
 
-    @property
-    def trains_mtp(self) -> bool:
-        """Whether a head of multi-token prediction trains."""
-        return bool(self.mtp_loss_weight) or self.mtp_only
-
     def check(self) -> None:
         """Raise a `ValueError` for a value that an option does not take, or for options that exclude each other."""
         modes, rules, ways = get_args(Mode), get_args(DeltaRuleMethod), (None, *get_args(AttentionMethod))

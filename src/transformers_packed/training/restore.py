@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..data.samples import has_items
 from ..foreign import swapped
+from ..models.losses import OWN, losses_of, trains_trunk
 from ..models.packed_model import PackedModelMixin
 from ..models.registry import inner_model
 from ..models.releases import dataloaders_of, prepare_again, undo_prepare
@@ -95,16 +96,21 @@ def beside_ddp(wrapped: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def not_packing(model: torch.nn.Module) -> Iterator[None]:
-    """Compute padded batches as such meanwhile."""
-    inner = inner_model(model)
-    if not isinstance(inner, PackedModelMixin):
-        yield
-        return
-    before, inner.packs_padding = inner.packs_padding, False
+    """Compute padded batches as such meanwhile, also in the models that losses read."""
+    inner = (inner_model(one) for one in _with_others(model))
+    before = [(one, one.packs_padding) for one in inner if isinstance(one, PackedModelMixin)]
     try:
+        for one, _ in before:
+            one.packs_padding = False
         yield
     finally:
-        inner.packs_padding = before
+        for one, packs in before:
+            one.packs_padding = packs
+
+
+def _with_others(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """A model, and those that its losses read."""
+    return [model, *(other for loss in losses_of(model) for other in loss.models)]
 
 
 def without_cache(model: torch.nn.Module) -> AbstractContextManager:
@@ -144,7 +150,7 @@ def other_rounding(model: torch.nn.Module, epsilon: float) -> Iterator[None]:
 @contextmanager
 def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Compute in a wider dtype meanwhile, without autocast, with copies of weights, and without their gradients."""
-    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    tensors: list[torch.Tensor] = [x for one in _with_others(model) for x in (*one.parameters(), *one.buffers())]
     narrow = [x for x in tensors if x.dtype in _FLOATS and x.dtype.itemsize < dtype.itemsize]
     before = [(tensor, tensor.data) for tensor in narrow]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -166,11 +172,10 @@ def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def trunk_too(model: torch.nn.Module) -> AbstractContextManager:
-    """Compute the trunk with gradients and its loss meanwhile, if only a head of multi-token prediction trains."""
-    inner: Any = inner_model(model)
-    if not getattr(inner, "mtp_only", False):
-        return nullcontext()
-    return swapped(vars(inner), mtp_only=False, mtp_loss_weight=inner.mtp_loss_weight or 1.0)
+    """Compute the trunk with gradients and the model's own losses meanwhile, if no loss trains the trunk."""
+    losses = losses_of(model)
+    frozen = bool(losses) and not trains_trunk(losses)
+    return swapped(vars(inner_model(model)), losses=(*OWN, *losses)) if frozen else nullcontext()
 
 
 @contextmanager

@@ -212,7 +212,7 @@ def against_sharing(facts: Facts, options: Options) -> Iterator[ValueError]:
         (config.split_batches, whole, "split_batches=True"),
         (args.label_smoothing_factor, own_loss, "label_smoothing_factor"),
         (trainer.compute_loss_func is not None, own_loss, "compute_loss_func"),
-        (args.torch_compile, "one router loss for all parts of a row", "torch_compile=True"),
+        (args.torch_compile, own_loss, "torch_compile=True"),
         (trainer.compute_metrics is not None, "an evaluation by loss", "compute_metrics, which needs documents"),
         (tensors > 1, "whole layers on each process", f"tp_size={tensors}"),
     ):

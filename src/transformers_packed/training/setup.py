@@ -1,6 +1,6 @@
 """Decide how a Trainer trains without padding. Nothing here changes the Trainer: `apply.py` follows a [`Setup`]."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -21,10 +21,12 @@ from ..models.families import LANGUAGE_MODELS, OWN, families_of, titles
 from ..models.family import Own
 from ..models.float8 import use_float8
 from ..models.inputs import warn_of_rope
-from ..models.mtp_head import head_of
+from ..models.losses import added, trains_trunk
+from ..models.losses.loss import Loss
 from ..models.registry import check_patch, inner_model, patch_model, set_switches
 from ..models.releases import COUNT_ITEMS, KEPT_COLUMNS, kept_columns
 from ..models.replacements import REPLACEMENTS
+from .added_losses import BesideScores, ItemCounts, LossesCallback, against_losses, losses_in, names_of, train_losses
 from .callbacks.every_gradient import EveryGradient
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.neftune import DocumentNoise
@@ -43,7 +45,6 @@ from .checks import (
 )
 from .evaluation import OwnBatches, padded_batches_of
 from .facts import Facts
-from .mtp import MtpCallback, MtpItems, MtpLoss, against_mtp, train_mtp
 from .options import Options
 from .run_ahead import RunAheadCallback
 from .sequence_parallel import GatherOfRows, SharedRows, against_sharing, part_collator
@@ -74,15 +75,15 @@ def decide(trainer: Trainer, options: Options) -> Setup:
     facts = Facts.of(trainer, options.mode)
     _check_options(facts, options)
     if options.mode == "off":
-        return _with_mtp(facts, _off(facts, options, f"packing={options.packing!r}"))
+        return _with_losses(facts, _off(facts, options, f"packing={options.packing!r}"))
     reason = next(against_sharing(facts, options), None) or reason_against(facts, options)
     if reason is not None and (options.mode != "auto" or options.shares_rows):
         # Whole rows may not fit into memory, and a step would have more of them.
         raise reason
     if reason is not None:
         why = f"{str(reason).rstrip('.')}, so no row runs as a CUDA graph" if options.cuda_graphs else str(reason)
-        return _with_mtp(facts, _off(facts, options, why))
-    return _with_mtp(facts, (_of_batches if facts.padded else _of_rows)(facts, options))
+        return _with_losses(facts, _off(facts, options, why))
+    return _with_losses(facts, (_of_batches if facts.padded else _of_rows)(facts, options))
 
 
 def _check_options(facts: Facts, options: Options) -> None:
@@ -90,6 +91,7 @@ def _check_options(facts: Facts, options: Options) -> None:
     compiled = "torch_compile=True, which compiles linear layers in the dtype of the model"
     shares, prompts = options.share_prompts, f'share_prompts with {", ".join(PREFERENCE)}, or with packing="batches"'
     repeats = "Set model.share_prompts = True if your own padded batches repeat prompts."
+    losses = added(losses_in(facts.trainer, options))
     why = _excludes_graphs(facts) if options.cuda_graphs else None
     with_graphs = titles(family for family in OWN if family.has_graphs)
     graphs = f"packed rows of a model of {with_graphs}, without shards, for cuda_graphs=True"
@@ -97,27 +99,29 @@ def _check_options(facts: Facts, options: Options) -> None:
         (compiles, "float8=True without torch_compile", compiled, "Set one of them to False."),
         (shares and not facts.padded, prompts, facts.name, repeats),
         (why, graphs, str(why), "Remove cuda_graphs=True."),
-        *(against_mtp(facts) if options.trains_mtp else ()),
+        *(against_losses(facts, losses) if losses else ()),
     ):
         raise error
     for error in against_removal(facts):
         raise error
 
 
-def _with_mtp(facts: Facts, setup: Setup) -> Setup:
-    """Add to a set-up what the head of multi-token prediction needs of the Trainer."""
-    trainer, options = facts.trainer, setup.options
-    if not options.trains_mtp:
+def _with_losses(facts: Facts, setup: Setup) -> Setup:
+    """Add to a set-up what losses beside those of the stock model need of the Trainer."""
+    trainer = facts.trainer
+    losses = losses_in(trainer, setup.options)
+    ours = added(losses)
+    if not ours:
         return setup
     handler = trainer.callback_handler
     callbacks = next((x.value for x in reversed(setup.changes) if x.name == "callbacks"), handler.callbacks)
-    changes = Change.of(handler, callbacks=[MtpCallback(), *callbacks])
-    changes += Change.of(trainer, **{COUNT_ITEMS: MtpItems(getattr(trainer, COUNT_ITEMS))})
+    changes = Change.of(handler, callbacks=[LossesCallback(), *callbacks])
+    changes += Change.of(trainer, **{COUNT_ITEMS: ItemCounts(getattr(trainer, COUNT_ITEMS), ours)})
     if facts.record.scores:
-        changes += Change.of(trainer, compute_loss=MtpLoss(trainer, trainer.compute_loss))
-    what = "only the head" if options.mtp_only else f"with {options.mtp_loss_weight:g} x the loss of the head"
-    line = f"{setup.line}; trains {what} of multi-token prediction"
-    return replace(setup, line=line, changes=(*setup.changes, *changes))
+        changes += Change.of(trainer, compute_loss=BesideScores(trainer, trainer.compute_loss))
+    weighted = " and ".join(f"{loss.weight:g} x the loss of {loss.title}" for loss in ours)
+    what = f"with {weighted}" if len(ours) < len(losses) else f"only {names_of(ours)}"
+    return replace(setup, line=f"{setup.line}; trains {what}", changes=(*setup.changes, *changes), losses=ours)
 
 
 def _excludes_graphs(facts: Facts) -> str | None:
@@ -185,14 +189,15 @@ def _of_rows(facts: Facts, options: Options) -> Setup:
     size, parts = options.sequence_parallel_size, "parts of " * options.shares_rows
     line += f"; {size} processes share each row" * options.shares_rows
     line += f"; trusted to work on {parts}packed rows: {', '.join(own)}" if own else ""
-    ddp, checks = _of_ddp(facts)
+    losses = losses_in(trainer, options)
+    ddp, checks = _of_ddp(facts, losses)
     if options.shares_rows:
         changes = _of_sharing(trainer, collator, size)
     else:
         changes = Change.of(trainer, data_collator=collator, **_own_batches(trainer, collator))
     changes += _of_model_init(trainer, tuple(prepare)) + ddp + liger + _of_data(facts, dataset, packed)
     # A trunk without gradients has no graphs.
-    measures = options.cuda_graphs is None and not options.mtp_only
+    measures = options.cuda_graphs is None and trains_trunk(losses)
     changes += _of_callbacks(facts, dataset, packed, measures, checks) + _of_columns(trainer)
     mode = "pack" if packed else "padding_free"
     parallel = {"size": options.sequence_parallel_size, **options.methods} if options.shares_rows else None
@@ -301,7 +306,7 @@ def _of_columns(trainer: Trainer) -> list[Change]:
     return Change.of(trainer, **{KEPT_COLUMNS: tuple(dict.fromkeys([*kept_columns(trainer), *DIVIDING_COLUMNS]))})
 
 
-def _of_ddp(facts: Facts) -> tuple[list[Change], list[EveryGradient]]:
+def _of_ddp(facts: Facts, losses: Iterable[Loss]) -> tuple[list[Change], list[EveryGradient]]:
     trainer = facts.trainer
     args, ddp = trainer.args, trainer.accelerator.ddp_handler
     if ddp is None:
@@ -310,7 +315,7 @@ def _of_ddp(facts: Facts) -> tuple[list[Change], list[EveryGradient]]:
     values: dict[str, Any] = {"gradient_as_bucket_view": True}
     if args.ddp_bucket_cap_mb is None:
         values["bucket_cap_mb"] = _BUCKET_MB
-    searches = args.ddp_find_unused_parameters is not None or not _trains_in_each_step(facts)
+    searches = args.ddp_find_unused_parameters is not None or not _trains_in_each_step(facts, losses)
     if not searches:
         values["find_unused_parameters"] = False
     shards = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
@@ -351,11 +356,11 @@ def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
     return rows
 
 
-def _trains_in_each_step(facts: Facts) -> bool:
+def _trains_in_each_step(facts: Facts, losses: Iterable[Loss]) -> bool:
     """Whether every row gives each trained parameter a gradient. Without images, a vision tower has none."""
     model, inner = facts.trainer.model, inner_model(facts.trainer.model)
-    used = inner.base_model, inner.get_output_embeddings() or inner.base_model, head_of(inner) or inner.base_model
-    own = {id(x) for module in used for x in module.parameters()}
+    used = [inner.base_model, inner.get_output_embeddings(), *(loss.trained_in(inner) for loss in losses)]
+    own = {id(x) for module in used if module is not None for x in module.parameters()}
     families = families_of(inner, Own)
     text = bool(families) and getattr(inner.config, "vision_config", None) is None
     # Of several adapters, some may be inactive.
@@ -385,10 +390,11 @@ def _in_float8(model: torch.nn.Module) -> None:
 def _whatever_the_mode(trainer: Trainer, options: Options) -> tuple[Prepare, ...]:
     """What is done to a model with packing or without."""
     found: list[Prepare] = [_in_float8] * options.float8
-    if options.trains_mtp:
+    losses = losses_in(trainer, options)
+    if added(losses):
         # Small updates vanish in 16 bit.
         dtype = torch.float32 if trainer.args.bf16 or trainer.args.fp16 else None
-        found.append(partial(train_mtp, options.mtp_loss_weight, options.mtp_only, dtype))
+        found.append(partial(train_losses, losses, dtype))
     return tuple(found)
 
 

@@ -37,6 +37,7 @@ from ...data.excerpts import STREAM, cut_around_target, excerpts, places_of, sou
 from ...data.samples import documents_of, has_items
 from ...errors import described, input_error, is_out_of_memory
 from ...models.cuda_graphs import without_graphs
+from ...models.losses import losses_of
 from ...models.registry import inner_model
 from ...ops.autotuning import tuned_in_threads
 from ..apply import undo
@@ -166,7 +167,7 @@ class VerifyCallback(TrainerCallback):
             (change.value for change in setup.changes if change.name == "data_collator"), trainer.data_collator
         )
         # A collator that the user has set since may contain ours, and loaders of shared rows give each to several processes.
-        explicit = setup.options.mode != "auto" or setup.options.trains_mtp or setup.options.shares_rows
+        explicit = setup.options.mode != "auto" or bool(setup.losses) or setup.options.shares_rows
         # Training has begun with the first batch.
         explicit = explicit or isinstance(loader, FirstBatch)
         if explicit or trainer.data_collator is not ours:
@@ -319,10 +320,10 @@ class VerifyCallback(TrainerCallback):
     def _verify_parts(self, row: Row, loader: Any) -> str:
         """Compare the parts of a row on the processes that share it with the whole row."""
         trainer, model, sequence_parallel = self.trainer, row.model, self.trainer.sequence_parallel
-        config = inner_model(model).config.get_text_config()
-        if sequence_parallel.data_parallel_size > 1 and getattr(config, "output_router_logits", False):
-            # It counts once for each row of a step, so not as often here as in a step of one row.
-            return "; parts of the row were not compared, because routers have a loss for each row of a step"
+        reasons = (loss.against_parts(inner_model(model)) for loss in losses_of(model))
+        why = next(filter(None, reasons), None)
+        if sequence_parallel.data_parallel_size > 1 and why is not None:
+            return f"; parts of the row were not compared, because {why}"
         part = loader.collate_fn(self._samples(row.documents))
 
         def step() -> Measured:

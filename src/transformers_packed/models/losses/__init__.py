@@ -1,0 +1,38 @@
+"""The losses of a language model's step: `model.losses`, of which each knows all that is its own.
+
+A new loss is a file here and a line in `LOSSES`. The forward of a model, TRL's, a Trainer and its check loop over the list.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from .cross_entropy import CrossEntropyLoss
+from .divergence import DivergenceLoss
+from .loss import Loss
+from .mtp import MtpLoss
+from .router import RouterLoss
+
+
+LOSSES: tuple[type[Loss], ...] = (CrossEntropyLoss, RouterLoss, MtpLoss, DivergenceLoss)
+# What the stock model computes, too.
+OWN: tuple[Loss, ...] = (CrossEntropyLoss(), RouterLoss())
+# The arguments of a forward with the divisors of the others.
+ITEMS = tuple(kind.items for kind in LOSSES if not kind.is_own)
+
+
+def losses_of(model: torch.nn.Module) -> tuple[Loss, ...]:
+    """Return the losses of the language model of this package in `model`, if there is one."""
+    found: Iterator[Any] = (module for module in model.modules() if hasattr(type(module), "skips_logits"))
+    return next((module.losses for module in found), ())
+
+
+def added(losses: Iterable[Loss]) -> list[Loss]:
+    """Return those that the stock model does not compute."""
+    return [loss for loss in losses if not loss.is_own]
+
+
+def trains_trunk(losses: Iterable[Loss]) -> bool:
+    """Whether one of them gives the trunk gradients. Otherwise it runs without them."""
+    return any(loss.trains_trunk for loss in losses)

@@ -1,0 +1,146 @@
+"""Losses beside those of the model in a Trainer: their targets in a step, what they log, and what trains with them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import reduce
+from transformers import TrainerCallback
+
+from ..errors import input_error
+from ..models.losses import LOSSES, OWN, losses_of
+from ..models.losses.head import sum_of
+from ..models.losses.loss import Loss
+from ..models.registry import inner_model, patch_model, transformers_model
+from .facts import Facts
+from .typed import Trainer
+
+
+def losses_in(trainer: Trainer, options: Any) -> tuple[Loss, ...]:
+    """What a step trains: the losses of the model, and those that the options of [`configure_packing`] ask for."""
+    asked = tuple(loss for kind in LOSSES if (loss := kind.of_options(options)) is not None)
+    if any(loss.alone for loss in asked):
+        return asked
+    # A stock model has no list, unless it was set before the model gets our classes.
+    inner = transformers_model(trainer.model)
+    listed = OWN if inner is None else vars(inner).get("losses", OWN)
+    # An option counts more than what the list says of the same loss.
+    return (*(x for x in listed if not any(type(x) is type(loss) for loss in asked)), *asked)
+
+
+def names_of(losses: Iterable[Loss]) -> str:
+    """Name these losses in an error."""
+    return " and ".join(loss.title for loss in losses)
+
+
+def against_losses(facts: Facts, losses: list[Loss]) -> Iterator[tuple[Any, str, Any, str]]:
+    """The rules of added losses, which the forward of the model computes."""
+    trainer, args, names = facts.trainer, facts.trainer.args, names_of(losses)
+    loss, remove = f"the model's own loss for {names}", f"or train without {names}."
+    fix = "Train it in supervised fine-tuning."
+    yield facts.record.pads, loss, f"that of {facts.name}, which also trains on rejected answers", fix
+    yield facts.padded, loss, f'packing="batches" in a {facts.name}', 'Pass packing="padding_free".'
+    yield "compute_loss" in facts.replaced, loss, "a custom compute_loss", f"Remove compute_loss, {remove}"
+    yield trainer.compute_loss_func is not None, loss, "compute_loss_func", f"Remove it, {remove}"
+    smooth = args.label_smoothing_factor
+    yield smooth, loss, f"label_smoothing_factor={smooth}", f"Set it to 0, {remove}"
+    yield args.torch_compile, f"{names} without torch.compile", "torch_compile=True", "Set it to False."
+
+
+def train_losses(losses: tuple[Loss, ...], dtype: torch.dtype | None, model: torch.nn.Module) -> None:
+    """Let a model train these losses. If none of them is its own, only what they have added trains."""
+    patch_model(model)
+    for loss in losses:
+        loss.prepare(model, dtype)
+    if all(loss.alone for loss in losses):
+        modules = [module for loss in losses if (module := loss.trained_in(model)) is not None]
+        trained = {x for module in modules for x in module.parameters()}
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter in trained and parameter.requires_grad)
+    inner: Any = inner_model(model)
+    if not hasattr(type(inner), "losses"):
+        raise input_error(f"a language model of this package for {names_of(losses)}", type(inner).__name__)
+    inner.losses = losses
+
+
+class ItemCounts:
+    """Counts the targets of added losses in a step of all processes, and adds the numbers to its batches.
+
+    It takes the place of the method of a Trainer that counts the targets of the model.
+    """
+
+    def __init__(self, count_items: Callable, losses: list[Loss]):
+        self.count_items, self.losses = count_items, losses
+
+    def __call__(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+        for loss in self.losses:
+            targets = [loss.targets_of(batch) for batch in batch_samples]
+            found = self.count_items([{"labels": x, "shift_labels": x} for x in targets if x is not None], device)
+            for batch, one in zip(batch_samples, targets, strict=True):
+                if found is not None and one is not None:
+                    batch[loss.items] = found
+        return self.count_items(batch_samples, device)
+
+
+class BesideScores:
+    """Adds losses to that which TRL's `SFTTrainer` computes from the scores of tokens.
+
+    It takes the place of the trainer's `compute_loss`. In other trainers, the loss of the model has them already.
+    """
+
+    def __init__(self, trainer: Trainer, compute_loss: Callable):
+        self.trainer, self.compute_loss = trainer, compute_loss
+
+    def __call__(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        result = self.compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        args, inner = self.trainer.args, inner_model(model)
+        value, inner.pending_loss = inner.pending_loss, None
+        if value is None:
+            return result
+        if args.average_tokens_across_devices and num_items_in_batch is not None:
+            # DDP averages over the processes, and targets are those of all of them.
+            value = value * args.world_size
+        if any(loss.is_own for loss in inner.losses):
+            value = sum_of([result[0] if return_outputs else result, value])
+        return (value, result[1]) if return_outputs else value
+
+
+class LossesCallback(TrainerCallback):
+    """Logs the figures of added losses. Those that take longer are of the steps that log."""
+
+    losses: tuple[Loss, ...] = ()
+    ran = False
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if not self.losses:
+            # Not before the first step, because kernels are compiled with rows that do not count.
+            self.losses = tuple(loss for loss in losses_of(model) if loss.num_sums)
+            for loss in self.losses:
+                loss.record = []
+        every = max(1, int(state.logging_steps))
+        for loss in self.losses:
+            loss.is_detailed = args.logging_strategy == "steps" and (state.global_step + 1) % every == 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        for loss in self.losses:
+            if not self.ran and not loss.record:
+                fix = "Remove what replaces the forward or the loss of the model, or train without it."
+                raise input_error(f"a loss of the model with that of {loss.title}", "another, which left it out", fix)
+        self.ran = True
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs is None or "loss" not in logs:
+            return
+        for loss in self.losses:
+            # All processes exchange their sums, also one without a target since the last log.
+            kept = [torch.zeros(loss.num_sums, device=args.device), *(x.to(args.device) for x in loss.record or ())]
+            figures = loss.figures(*reduce(torch.stack(kept).sum(0), "sum").tolist())
+            loss.record = []
+            logs.update(figures)
+            if state.log_history:
+                state.log_history[-1].update(figures)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        for loss in self.losses:
+            loss.record, loss.is_detailed = None, False
+        self.losses, self.ran = (), False
