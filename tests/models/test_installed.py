@@ -139,6 +139,9 @@ class InstalledTest(unittest.TestCase):
         # What users set on a packed model leaves with our class.
         inner = model.get_base_model() if name == "peft" else model
         inner.packs_padding = False
+        del inner.packs_padding
+        self.assertTrue(inner.packs_padding)
+        inner.packs_padding = False
         self.assertNotEqual(state_of(model), state)
         self.assertIs(unpatch_model(model), model)
         self.check_libraries(before)
@@ -211,7 +214,7 @@ class InstalledTest(unittest.TestCase):
         trainer = Trainer(model, args, train_dataset=Samples(6))
         before, state = libraries(), state_of(model)
         with contextlib.redirect_stdout(io.StringIO()):
-            configure_packing(trainer, "padding_free", mtp_loss_weight=0.5, share_prompts=True)
+            configure_packing(trainer, "padding_free", mtp_loss_weight=0.5)
             self.assertIsNotNone(model.mtp)
             configure_packing(trainer, "off")
         self.check_libraries(before)
