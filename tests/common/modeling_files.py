@@ -1,6 +1,6 @@
 """Import every modeling file with classes that `register` replaces, without registering."""
 
-from transformers_packed.models import registry
+from transformers_packed.models.installed import REGISTERED
 
 
-list(registry._entries())
+list(REGISTERED.rows())
