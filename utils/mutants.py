@@ -131,7 +131,8 @@ def _pytest(copy: Path, log: Path, arguments: list[str]) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(copy)
-    sys.path.insert(0, str(copy / "src"))
+    # As `python -m pytest` does with the current folder. Tests import themselves in other processes.
+    sys.path[:0] = [str(copy / "src"), str(copy)]
     os.environ["PYTHONPATH"] = str(copy / "src")
     # A copy has no bytecode at first.
     sys.dont_write_bytecode = False
@@ -140,7 +141,8 @@ def _pytest(copy: Path, log: Path, arguments: list[str]) -> None:
     assert "transformers_packed" not in sys.modules
     code = pytest.main(arguments)
     sys.stdout.flush()
-    sys.exit(int(code))
+    # A normal exit would wait for the threads of the parent.
+    os._exit(int(code))
 
 
 def kill(mutant: dict[str, Any], copy: Path) -> dict[str, Any]:
