@@ -132,7 +132,9 @@ class ClassifiersTest(unittest.TestCase):
         """The answers to a prompt have labels of their own, but the prompt has none."""
         model = patch_model(classifier())
         row = {"cu_seqlens": torch.tensor([0, 9, 14, 20]), "parent_of": torch.tensor([-1, 0, 0])}
-        with self.assertRaisesRegex(ValueError, "a classifier of documents does not support a row with shared prompts"):
+        with self.assertRaisesRegex(
+            ValueError, "a classifier of documents does not support a row with shared prompts"
+        ):
             model(torch.arange(20)[None], **row)
 
     def test_padded_batch(self):
