@@ -27,6 +27,7 @@ from transformers import (
 
 from transformers_packed import DataCollatorWithFlattening, add_mtp, patch_model, registered
 from transformers_packed.models.losses import OWN, MtpLoss
+from transformers_packed.models.mtp import to_module_names
 from transformers_packed.models.mtp_head import head_of
 from transformers_packed.models.trunk_row import TrunkRow
 from transformers_packed.parallel import SequenceParallel, shard_batch
@@ -358,6 +359,16 @@ class CheckpointTest(unittest.TestCase):
         with registered():
             head = add_mtp(AutoModelForCausalLM.from_pretrained(self.folder))
         self.assertTrue(torch.equal(head.fc.weight, model.mtp.fc.weight))
+
+    def test_gates_come_first_in_stacked_experts(self):
+        saved = {
+            f"mtp.experts.{number}.{part}_proj.weight": torch.full((1, 2), 10 * number + place)
+            for number in range(2)
+            for place, part in enumerate(("up", "gate", "down"))
+        }
+        found = {name: x[..., 0].tolist() for name, x in to_module_names(saved).items()}
+        expected = {"mtp.experts.gate_up_proj": [[1, 0], [11, 10]], "mtp.experts.down_proj": [[2], [12]]}
+        self.assertEqual(found, expected)
 
     def test_stacked_experts(self):
         model = make_model("experts")
