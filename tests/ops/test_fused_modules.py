@@ -204,6 +204,18 @@ class BadInputTest(bad_input_tests(SHAPES, UNSERVED)):
 
 
 class KernelsTest(InterpretedKernelsTest):
+    def test_gradients_of_gates_add_up_over_all_tokens_of_a_program(self):
+        # On a CPU, 4 programs share tiles of 64 tokens.
+        generator = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(shape, generator=generator) for shape in ((321, 3), (321, 3), (3,), (3,))]
+        found = []
+        for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+            leaves = [x.to(dtype).requires_grad_() for x in inputs]
+            g, beta = gated_delta_gates(*leaves, impl=impl)
+            found.append(torch.autograd.grad(g.sum() + beta.sum(), leaves))
+        for actual, expected in zip(*found, strict=True):
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
     def test_results_may_be_changed_in_place(self):
         """As with a hook on a norm: the gradients are those of the changed result."""
         for name, residual in (("alone", None), ("residual", torch.randn(2, 3, 8))):
