@@ -33,8 +33,8 @@ from .errors import input_error, unsupported
 
 
 T = TypeVar("T")
-# The kind of a row that has all tokens of its documents, and on which they are separate.
-WHOLE = "a whole row"
+# The kinds of a row that has all tokens of its documents, which are separate on it, and of a shard of a row.
+WHOLE, PART = "a whole row", "a part of a row"
 # Images and videos: their value in `mm_token_type_ids`, and their columns of pixels and grids.
 VISION_KINDS = {
     "image": (1, "pixel_values", "image_grid_thw"),
@@ -364,9 +364,9 @@ class SequenceBoundaries:
             expected = f"{name} [1, {self.total_length}, {sizes}], the row that the boundaries describe"
             raise input_error(expected, tuple(row.shape), "Make the boundaries from this row's lengths.")
 
-    def check_kind(self, what: str, *others: type["SequenceBoundaries"]) -> None:
+    def check_kind(self, what: str, *others: str) -> None:
         """Raise a `ValueError` if `what` does not support this kind of row: a whole one, or one of `others`."""
-        if self.kind not in (WHOLE, *(other.kind for other in others)):
+        if self.kind not in (WHOLE, *others):
             raise unsupported(what, self.kind, self.instead)
 
     def _check_longest(self, given: Mapping[str, Any]) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from ..boundaries import VISION_KINDS, SequenceBoundaries
+from ..boundaries import PART, VISION_KINDS, SequenceBoundaries
 from ..errors import input_error
-from ..parallel.shard import RowShard
 
 
 # For each value of `mm_token_type_ids`: the kind of vision token and the argument with its grids.
@@ -57,8 +56,8 @@ def packed_mrope_position_ids(
         `ValueError`: a boundary cuts an image or video, the vision tokens do not match the grids, or the row is a
             shard or shares prompts.
     """
-    boundaries.check_kind("a row with images or videos", RowShard)
-    if isinstance(boundaries, RowShard):
+    boundaries.check_kind("a row with images or videos", PART)
+    if boundaries.kind == PART:
         expected = "position_ids [4, 1, T] with images or videos in a shard of a row"
         raise input_error(expected, "none", "Pass model= to DataCollatorWithFlattening.")
     for name, tensor in (("input_ids", input_ids), ("mm_token_type_ids", mm_token_type_ids)):
@@ -98,7 +97,7 @@ def packed_position_ids(config: Any, boundaries: SequenceBoundaries, inputs: dic
 def features_of_tokens(kind: str, outputs: Any, kwargs: dict[str, Any]) -> Any:
     """Keep only the vision features of this process's tokens in `outputs` if it holds a shard of a row."""
     boundaries = kwargs.get("boundaries")
-    if isinstance(boundaries, RowShard):
+    if boundaries is not None and boundaries.kind == PART:
         outputs.pooler_output = (boundaries.vision_features(kind, torch.cat(outputs.pooler_output)),)
     return outputs
 

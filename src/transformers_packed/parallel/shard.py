@@ -8,7 +8,7 @@ from zlib import crc32
 
 import torch
 
-from ..boundaries import PACKING_KEYWORDS, PARENT_KEYWORDS, SequenceBoundaries, derived_property
+from ..boundaries import PACKING_KEYWORDS, PARENT_KEYWORDS, PART, SequenceBoundaries, derived_property
 from ..errors import input_error, unsupported
 from ..ops.cross_entropy import shift_labels
 from .collectives import all_gather
@@ -45,7 +45,7 @@ class RowShard(SequenceBoundaries):
     row: SequenceBoundaries = field(kw_only=True)
     rank: int = 0
     size: int = 1
-    kind: ClassVar[str] = "a part of a row"
+    kind: ClassVar[str] = PART
     instead: ClassVar[str] = "Train without sequence parallelism."
     forms: ClassVar[dict[str, Callable[..., Any]]] = {}
     parallel: SequenceParallel | None = None

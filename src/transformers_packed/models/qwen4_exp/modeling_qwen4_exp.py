@@ -451,7 +451,7 @@ class Qwen4ExpTextModel(PackedTextModelMixin, builtin.Qwen4ExpTextModel):
 
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs: Any) -> Any:
         if boundaries is not None:
-            boundaries.check_kind("this model", SharedPrompts)
+            boundaries.check_kind("this model", SharedPrompts.kind)
         return super().forward_with_boundaries(boundaries, **inputs)
 
 
