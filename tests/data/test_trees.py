@@ -395,7 +395,7 @@ class RefusalsTest(unittest.TestCase):
         from transformers_packed.training.callbacks.neftune import document_lengths
 
         batch = DataCollatorWithFlattening(model=self.model)([group([5, 6], [8], [9])])
-        with self.assertRaisesRegex(ValueError, "neftune_noise_alpha to None"):
+        with self.assertRaisesRegex(ValueError, "neftune_noise_alpha does not support a row with shared prompts"):
             document_lengths(resolve_boundaries(dict(batch)))
 
 

@@ -375,7 +375,8 @@ class PackedModelTesterMixin:
             back, report = self.builtin_class.from_pretrained(directory, output_loading_info=True)
             self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
             document = self.single(self.documents[-1])
-            self.assertTrue(torch.equal(back(**document).logits, builtin(**document).logits))
+            # Loaded weights have another alignment in memory, with which products may round differently.
+            self.assertLess(relative_error(back(**document).logits, builtin(**document).logits), 1e-6)
             builtin.save_pretrained(directory)
             ours, report = self.packed_class.from_pretrained(directory, output_loading_info=True)
             self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])

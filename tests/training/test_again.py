@@ -108,7 +108,7 @@ class AgainTest(ConfigureTestCase):
         said(configure_packing, trainer, **CALLS[first])
         trainer.add_callback(TrainerCallback())
         before = state(trainer)
-        with self.assertRaisesRegex(ValueError, "expected packing as True"):
+        with self.assertRaisesRegex(ValueError, "expected packing of True"):
             configure_packing(trainer, "all")
         trainer.args.torch_compile = True
         with self.assertRaisesRegex(ValueError, "float8=True without torch_compile"):

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
 
 from ...parallel.shard import RowShard
 from .loss import Loss, LossStep
@@ -28,6 +27,9 @@ class RouterLoss(Loss):
         return self._of_outputs if inputs["output_router_logits"] else None
 
     def _of_outputs(self, step: LossStep) -> torch.Tensor:
+        # Modeling files import kernels.
+        from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
+
         config, inputs = step.model.config.get_text_config(), step.inputs
         choices = config.num_experts, config.num_experts_per_tok
         aux_loss: Any = load_balancing_loss_func(step.outputs.router_logits, *choices, inputs.get("attention_mask"))
