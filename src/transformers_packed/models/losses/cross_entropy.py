@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ...ops.cross_entropy import TargetCount, shift_labels
+from ...ops.cross_entropy import TargetCount
 from ..inputs import kept_tokens
 from .head import Prediction
-from .loss import Loss, LossStep
+from .loss import Loss, LossStep, shifted_labels
 
 
 class CrossEntropyLoss(Loss):
@@ -17,9 +17,8 @@ class CrossEntropyLoss(Loss):
 
     def begin(self, step: LossStep) -> Any:
         inputs = step.inputs
-        ignore_index, targets = inputs.get("ignore_index", -100), inputs.get("shift_labels")
-        if targets is None:
-            targets = shift_labels(step.labels, ignore_index)
+        ignore_index = inputs.get("ignore_index", -100)
+        targets: Any = shifted_labels({**inputs, "labels": step.labels}, ignore_index)
         number = TargetCount(targets, ignore_index)
 
         def finish(step: LossStep) -> Prediction:

@@ -5,16 +5,11 @@ from typing import Any
 
 import torch
 
-from ...boundaries import PACKING_KEYWORDS
 from ...errors import input_error
-from ...ops.cross_entropy import shift_labels
 from ...ops.linear_divergence import linear_divergence
 from ..trunk_row import fill_ends
 from ..untouched import is_bare_linear
-from .loss import Loss, LossStep
-
-
-_TOKENS = {"input_ids", "position_ids", "attention_mask", "boundaries", "settled", *PACKING_KEYWORDS}
+from .loss import TOKENS, Loss, LossStep, shifted_labels
 
 
 class DivergenceLoss(Loss):
@@ -48,8 +43,7 @@ class DivergenceLoss(Loss):
 
     @staticmethod
     def targets_of(batch: Mapping[str, Any]) -> torch.Tensor | None:
-        labels, shifted = batch.get("labels"), batch.get("shift_labels")
-        return shift_labels(labels) if shifted is None and labels is not None else shifted
+        return shifted_labels(batch)
 
     def begin(self, step: LossStep) -> Any:
         if step.inputs.get("input_ids") is None or step.inputs.get("pixel_values") is not None:
@@ -60,7 +54,7 @@ class DivergenceLoss(Loss):
         shifted: Any = self.targets_of({**step.inputs, "labels": step.labels})
         row = step.read_trunk()
         with torch.no_grad():
-            tokens = {name: x for name, x in step.inputs.items() if name in _TOKENS}
+            tokens = {name: x for name, x in step.inputs.items() if name in TOKENS}
             taught = self.teacher.model(**tokens, use_cache=False).last_hidden_state
 
         def finish(step: LossStep) -> torch.Tensor:

@@ -6,8 +6,20 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...boundaries import PACKING_KEYWORDS
+from ...ops.cross_entropy import shift_labels
 from ..trunk_row import TrunkRow
 from .head import Prediction, weighted_sum
+
+
+# What a batch, or the inputs of a trunk, say of tokens and their documents.
+TOKENS = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "boundaries", "settled", *PACKING_KEYWORDS}
+
+
+def shifted_labels(batch: Mapping[str, Any], ignore_index: int = -100) -> torch.Tensor | None:
+    """Return what each token of a batch predicts: its `shift_labels`, or else its `labels` shifted, if it has any."""
+    labels, shifted = batch.get("labels"), batch.get("shift_labels")
+    return shift_labels(labels, ignore_index) if shifted is None and labels is not None else shifted
 
 
 class Loss:

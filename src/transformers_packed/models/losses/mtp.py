@@ -5,21 +5,18 @@ from typing import Any
 
 import torch
 
-from ...boundaries import PACKING_KEYWORDS
 from ...errors import input_error
-from ...ops.cross_entropy import TargetCount, shift_labels
+from ...ops.cross_entropy import TargetCount
 from ...parallel.shard import RowShard
 from ..inputs import resolve_boundaries
 from ..mtp_head import MtpHead, add_mtp, first_choices, head_of
 from ..trunk_row import TrunkRow, fill_ends
 from .head import Prediction
-from .loss import Loss, LossStep
+from .loss import TOKENS, Loss, LossStep, shifted_labels
 
 
 # The label of a token without a target.
 _IGNORED = -100
-# What a batch says of its documents.
-_TOKENS = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "boundaries", "settled", *PACKING_KEYWORDS}
 
 
 class MtpLoss(Loss):
@@ -54,11 +51,10 @@ class MtpLoss(Loss):
 
         Those of the trunk one token ahead are those of the head one token before, but for the first token of a document.
         """
-        labels, shifted, mask = (batch.get(name) for name in ("labels", "shift_labels", "attention_mask"))
-        if labels is None:
+        shifted, mask = shifted_labels(batch), batch.get("attention_mask")
+        if shifted is None or batch.get("labels") is None:
             return None
-        shifted = shift_labels(labels) if shifted is None else shifted
-        boundaries = resolve_boundaries({name: x for name, x in batch.items() if name in _TOKENS})
+        boundaries = resolve_boundaries({name: x for name, x in batch.items() if name in TOKENS})
         if boundaries is None:
             # The row of a token has a target two tokens ahead, if the token is real.
             shifted = shifted[..., 1:]
@@ -73,10 +69,11 @@ class MtpLoss(Loss):
         inputs = step.inputs
         is_shard = isinstance(inputs.get("boundaries"), RowShard)
         # Counted before the trunk runs. The number of a shard needs the first token of the next one.
-        counted = None if is_shard else self.targets_of({**inputs, "labels": step.labels})
+        batch = {**inputs, "labels": step.labels}
+        counted = None if is_shard else self.targets_of(batch)
         number = None if counted is None else TargetCount(counted, _IGNORED)
-        shifted, row = inputs.get("shift_labels"), step.read_trunk()
-        shifted = shift_labels(step.labels) if shifted is None else shifted
+        shifted: Any = shifted_labels(batch)
+        row = step.read_trunk()
 
         def finish(step: LossStep) -> Prediction:
             # No target of the trunk is in another document, but a caller may not have masked it.
