@@ -3,6 +3,10 @@
 Each command is a module with two functions: `add_parser` declares its options, and `run` takes the parsed arguments
 and returns the exit status. Torch and Transformers take seconds to import, so only `run` does. This module imports
 next to nothing, so that Ctrl-C is handled from the first moment on.
+
+Behind the commands, `finetune.py`, `demo_arms.py` and `bench_arm.py` train. `run_folder.py` has the files of a run, and
+`folder_trainer.py` writes them. `process.py` keeps other packages silent and ends on Ctrl-C. `diagnosis.py` has the problems
+and slow parts of a machine or a model.
 """
 
 import os
