@@ -50,7 +50,7 @@ EXCEPTIONS = {
 # The functions that change objects of other libraries, beside calls of `swapped`: (file, function).
 CHANGES = {
     # The tables, and the classes and attributes of the modules of a model, which `unpatch_model` puts back.
-    ("models/installed.py", "_set"),
+    ("foreign.py", "put"),
     ("models/replacements.py", "become"),
     ("models/replacements.py", "apply_changes"),
     # What the user asks for: switches and marks of layers, heads, checkpoints, weights in 4 bit, their dequantization.
@@ -81,9 +81,6 @@ CHANGES = {
     ("training/state.py", "State._class.undo"),
     # Forwards that accelerate prepared, around another use of them.
     ("models/releases.py", "prepare_again"),
-    # Kernels that are recorded while they are compiled.
-    ("ops/compilations.py", "replaced"),
-    ("ops/compilations.py", "_triton"),
     # Plugins of other frameworks, and what other packages undo.
     ("integrations/ms_swift/packed_hooks.py", "_replace"),
     ("integrations/stock_methods.py", "Framework._restore"),

@@ -8,17 +8,36 @@ from contextlib import contextmanager
 from typing import Any
 
 
-_MISSING = object()
+# The value of a name that is not there.
+MISSING: Any = object()
+
+
+def names_of(target: Any) -> Any:
+    """Return the names of a class, or of a mapping."""
+    return vars(target) if isinstance(target, type) else target
+
+
+def put(target: Any, name: Any, value: Any) -> None:
+    """Let a name of a class or of a mapping have this value, or remove it with [`MISSING`]."""
+    if isinstance(target, type):
+        if value is MISSING:
+            delattr(target, name)
+        else:
+            setattr(target, name, value)
+    elif value is MISSING:
+        del target[name]
+    else:
+        target[name] = value
 
 
 @contextmanager
-def swapped(names: dict[str, Any], /, **values: Any) -> Iterator[None]:
+def swapped(target: Any, /, **values: Any) -> Iterator[None]:
     """Let names have other values while the block runs.
 
     Args:
-        names (`dict`):
-            The names of an instance or a module, as `vars` returns them, or the modules in a module. Other threads see
-            the values of a module too.
+        target (`dict` or `type`):
+            The names of an instance or a module, as `vars` returns them, the modules in a module, or a class. Other
+            threads see the values of a module and of a class too.
         values:
             The value of each name. A name that was not there leaves with the block.
 
@@ -36,16 +55,14 @@ def swapped(names: dict[str, Any], /, **values: Any) -> Iterator[None]:
 
     ```
     """
-    before = {name: names.get(name, _MISSING) for name in values}
-    names.update(values)
+    before = {name: names_of(target).get(name, MISSING) for name in values}
     try:
+        for name, value in values.items():
+            put(target, name, value)
         yield
     finally:
         for name, value in before.items():
-            if value is _MISSING:
-                del names[name]
-            else:
-                names[name] = value
+            put(target, name, value)
 
 
 def attention_of(config: Any) -> Any:

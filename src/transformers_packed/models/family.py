@@ -119,8 +119,8 @@ class Family:
             The first release of Transformers whose classes ours can take the place of.
         title (`str`, *optional*):
             Its name in texts, with the releases whose checkpoints are of these classes.
-        required (`tuple[str]`, *optional*):
-            The parts of the stock module that classes of this package use.
+        methods (`tuple[str]`, *optional*):
+            The methods of stock classes that classes of this package call.
         experts (`str`, *optional*):
             The stock class of a mixture's experts, which this package's op computes.
         taken_for_experts (`tuple[str]`, *optional*):
@@ -147,7 +147,7 @@ class Family:
     apart: Own | Mixers | Unpacked | Isolated | Refused | None = None
     since: str = "5.16"
     title: str = ""
-    required: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
     experts: str = ""
     taken_for_experts: tuple[str, ...] = ()
     sensitive: tuple[str, ...] = ()

@@ -359,29 +359,45 @@ def _run_unpacked(model, forward: Callable, boundaries: SequenceBoundaries, inpu
     Causal attention ignores padding on the right, and positions start at 0 in each row. An output without an entry per
     token cannot be packed again and raises a `ValueError`.
     """
-    row = (1, boundaries.total_length)
     inputs = {name: value for name, value in inputs.items() if name != "position_ids"}
     if inputs.get("inputs_embeds") is None:
         # Embed the row once, as without packing.
         inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
     as_tuple = inputs.pop("return_dict", None) is False
-    names = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.shape[:2] == row]
     forms = []
 
-    def run(*batches: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        outputs = forward(model, **(inputs | dict(zip(names, batches, strict=True)) | {"return_dict": True}))
-        fields, without_rows = _by_row(outputs, batches[0].shape[:2])
-        leaves, structure = tree_flatten(fields)
-        forms.append((type(outputs), structure, without_rows))
-        return tuple(leaves)
+    def run(**batch: Any) -> dict[str, Any]:
+        outputs = forward(model, return_dict=True, **batch)
+        fields, without_rows = _by_row(outputs, batch["inputs_embeds"].shape[:2])
+        forms.append((type(outputs), without_rows))
+        return fields
 
     with _boundaries_set_to(None):
-        leaves = per_document(run, *(inputs[name] for name in names), boundaries=boundaries, once=_runs_once(model))
-    make, structure, without_rows = forms[0]
-    fields = tree_unflatten(list(leaves), structure)
+        fields = _on_documents(run, model, inputs, boundaries)
+    make, without_rows = forms[0]
     for name in without_rows:
         fields[name] = tree_map_only(torch.Tensor, lambda x: x[0], fields[name])
     return make(**fields).to_tuple() if as_tuple else make(**fields)
+
+
+def _on_documents(run: Callable, module, arguments: dict[str, Any], boundaries: SequenceBoundaries) -> Any:
+    """Return what `run` returns for a row, from calls with right-padded batches of documents in place of its tensors."""
+    row = (1, boundaries.total_length)
+    leaves, structure = tree_flatten(arguments)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.shape[:2] == row]
+    structures = []
+
+    def on_batches(*batches: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        filled = list(leaves)
+        for place, batch in zip(places, batches, strict=True):
+            filled[place] = batch
+        outputs, form = tree_flatten(run(**tree_unflatten(filled, structure)))
+        structures.append(form)
+        return tuple(outputs)
+
+    rows = [leaves[place] for place in places]
+    outputs = per_document(on_batches, *rows, boundaries=boundaries, once=_runs_once(module))
+    return tree_unflatten(list(outputs), structures[0])
 
 
 def _runs_once(module: torch.nn.Module) -> bool:
@@ -480,31 +496,20 @@ def _is_kernel(function: Any) -> bool:
 
 def _on_each_document(module, forward: Callable, mixer: Mixer, arguments: dict[str, Any], boundaries) -> Any:
     """Run the stock forward on right-padded batches of documents. It is causal, so the results are exact."""
-    row = (1, boundaries.total_length)
     # Separate documents need no boundaries.
     arguments = {name: value for name, value in arguments.items() if name not in _EXPLICIT}
     if mixer.masked:
         arguments["attention_mask"] = None
-    leaves, structure = tree_flatten(arguments)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.shape[:2] == row]
-    single = []
 
-    def run(*batches: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        filled = list(leaves)
-        for place, batch in zip(places, batches, strict=True):
-            filled[place] = batch
-        inputs = tree_unflatten(filled, structure)
+    def run(**batch: Any) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         if mixer.masked:
-            inputs["attention_mask"] = _causal_mask(module, inputs["hidden_states"])
-        outputs = forward(module, **inputs)
-        single.append(isinstance(outputs, torch.Tensor))
-        if single[-1]:
-            return (outputs,)
+            batch["attention_mask"] = _causal_mask(module, batch["hidden_states"])
+        outputs = forward(module, **batch)
+        if isinstance(outputs, torch.Tensor):
+            return outputs
         return tuple(output if i in mixer.outputs else None for i, output in enumerate(outputs))
 
-    rows = [leaves[place] for place in places]
-    outputs = per_document(run, *rows, boundaries=boundaries, once=_runs_once(module))
-    return outputs[0] if single[0] else outputs
+    return _on_documents(run, module, arguments, boundaries)
 
 
 def _causal_mask(module: torch.nn.Module, hidden_states: torch.Tensor) -> Any:

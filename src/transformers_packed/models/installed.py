@@ -17,6 +17,7 @@ from weakref import WeakSet
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from ..foreign import MISSING, names_of, put
 from .family import PATCHED, Own
 from .mtp_beside import loading_head, saving_head
 from .releases import BASE_CLASS, forget_recorders, registered_classes
@@ -26,7 +27,6 @@ from .versions import supports_other_families
 # The `experts_implementation` of this package.
 EXPERTS = "transformers_packed"
 _PACKAGE = __name__.partition(".")[0]
-_MISSING: Any = object()
 
 
 class Table:
@@ -43,28 +43,15 @@ class Table:
 
     def install(self) -> None:
         for target, name, value in () if self.installed else self.rows():
-            self.installed.append((target, name, value, _names(target).get(name, _MISSING)))
-            _set(target, name, value)
+            self.installed.append((target, name, value, names_of(target).get(name, MISSING)))
+            put(target, name, value)
 
     def uninstall(self) -> None:
         """Put back what was there before. What somebody else has put in our place since stays."""
         for target, name, value, before in reversed(self.installed):
-            if _names(target).get(name) is value:
-                _set(target, name, before)
+            if names_of(target).get(name) is value:
+                put(target, name, before)
         self.installed = []
-
-
-def _names(target: Any) -> Any:
-    return vars(target) if isinstance(target, type) else target
-
-
-def _set(target: Any, name: Any, value: Any) -> None:
-    if isinstance(target, type):
-        setattr(target, name, value)
-    elif value is _MISSING:
-        del target[name]
-    else:
-        target[name] = value
 
 
 def _for_models() -> Iterator[tuple[Any, Any, Any]]:

@@ -1,7 +1,10 @@
 """Models of this package: `register` makes Transformers' Auto classes build them, and `patch_model` converts a model."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 import torch
 import transformers
@@ -12,7 +15,7 @@ from .families import OWN, families_of_class, modeling_module
 from .family import Isolated, Refused
 from .installed import REGISTERED, hold, install_registration, is_registered, late, uninstall_registration
 from .packed_model import PackedModelMixin
-from .releases import MODELS, Part, check_names, check_signatures
+from .releases import MODELS, check_names, check_signatures
 from .replacements import FAST_PATHS, REPLACEMENTS, Change, Model, apply_changes, become, find_changes
 from .trl_head import use_our_products
 
@@ -121,11 +124,21 @@ def registered() -> Iterator[None]:
 
 def check_transformers() -> None:
     """Import our classes. Raise an `ImportError` unless the installed Transformers has what they need, and no more."""
-    required = (Part(f"{family.stock}:{name}", family.title) for family in OWN for name in family.required)
-    check_names((*MODELS, *required))
+    check_names((*MODELS, *_names_in_code()))
     for family in OWN:
         modeling_module(family.name)
     check_signatures(REPLACEMENTS)
+
+
+@cache
+def _names_in_code() -> tuple[str, ...]:
+    """What the code of our classes names in stock modules. Its import would stop at the first name that is missing."""
+    names = []
+    for family in OWN:
+        path = Path(__file__).with_name(family.name) / f"modeling_{family.name}.py"
+        used = set(re.findall(r"\bbuiltin\.(\w+)", path.read_text(encoding="utf-8")))
+        names += [f"{family.stock}:{name}" for name in (*sorted(used), *family.methods)]
+    return tuple(names)
 
 
 def patch_model(model: Model) -> Model:

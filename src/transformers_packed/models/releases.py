@@ -1,6 +1,6 @@
-"""The private parts of Transformers, TRL, PEFT and accelerate: a list, and the only code that names them.
+"""The private parts of Transformers, TRL, PEFT and accelerate: what must be there, and the only code that names them.
 
-No other module looks for a private or a missing name. `versions.py` has adapters to releases of Transformers.
+`tests/models/test_releases.py` lists what may be missing. No other module looks for a private or a missing name. `versions.py` has adapters to releases of Transformers.
 """
 
 import copy
@@ -11,7 +11,7 @@ from functools import cache, partial, update_wrapper
 from importlib import import_module
 from operator import attrgetter
 from types import CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -30,128 +30,45 @@ logger = logging.get_logger(__name__)
 TESTED = {"transformers": "5.24", "trl": "1.16", "peft": "0.21", "accelerate": "1.15"}
 
 
-class Part(NamedTuple):
-    """A private part of another library.
-
-    Args:
-        where (`str`):
-            Its module and its name there, `module:name.attribute`. With `sets`, the code that sets these attributes.
-        use (`str`):
-            What needs it.
-        without (`str`, *optional*):
-            What happens without it. By default, [`check_names`] raises an `ImportError`.
-        sets (`str`, *optional*):
-            The names of attributes of instances.
-    """
-
-    where: str
-    use: str
-    without: str = ""
-    sets: str = ""
-
-
-# What `patch_model` and `register` need.
+# What `patch_model` and `register` need: its module and its name there, `module:name.attribute`.
 MODELS = (
-    Part("transformers.utils.output_capturing:_CAN_RECORD_REGISTRY", "output_hidden_states"),
-    Part("transformers.modeling_utils:PreTrainedModel._can_record_outputs", "output_hidden_states"),
-    Part("transformers.modeling_utils:PreTrainedModel._can_set_experts_implementation", "our op for experts"),
-    Part("transformers.modeling_utils:PreTrainedModel._supports_flex_attn", "flex_attention"),
-    Part("transformers.models.auto.modeling_auto:AutoModel._model_mapping._extra_content", "register"),
-    Part("transformers.models.auto.modeling_auto:AutoModel._model_mapping._model_mapping", "register"),
-    Part("transformers.integrations.moe:_default_apply_gate", "our op for experts"),
-    Part("transformers.utils.generic:merge_with_config_defaults", "models that read use_cache from the configuration"),
-    Part("transformers.modeling_utils:PreTrainedModel._init_weights", "new heads of multi-token prediction"),
+    "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY",  # output_hidden_states
+    "transformers.modeling_utils:PreTrainedModel._can_record_outputs",
+    "transformers.modeling_utils:PreTrainedModel._can_set_experts_implementation",  # our op for experts
+    "transformers.integrations.moe:_default_apply_gate",
+    "transformers.modeling_utils:PreTrainedModel._supports_flex_attn",  # flex_attention
+    "transformers.models.auto.modeling_auto:AutoModel._model_mapping._extra_content",  # register
+    "transformers.models.auto.modeling_auto:AutoModel._model_mapping._model_mapping",
+    "transformers.utils.generic:merge_with_config_defaults",  # models that read use_cache from the configuration
+    "transformers.modeling_utils:PreTrainedModel._init_weights",  # new heads of multi-token prediction
 )
 # What a Trainer needs in addition.
 TRAINING = (
-    Part("transformers:Trainer._prepare_inputs", "rows of several processes, and tried steps"),
-    Part("transformers:Trainer._get_dataloader", "rows of several processes"),
-    Part("transformers:Trainer._get_num_items_in_batch", "means over documents"),
-    Part("transformers:Trainer._get_train_sampler", "samplers of the user"),
-    Part(
-        "transformers:Trainer._set_signature_columns_if_needed",
-        "columns that divide rows and trees",
-        sets="_signature_columns",
-    ),
-    Part("transformers:Trainer._get_output_dir", "checkpoints of the `train` command"),
-    Part("transformers:Trainer._save_checkpoint", "checkpoints of the `train` command"),
-)
-# What has another way without it.
-OPTIONAL = (
-    Part("transformers:Trainer.__init__", "rows of a batch", "those of the arguments", "_train_batch_size"),
-    Part("transformers:Trainer.__init__", "targets of a loss", "those of a shifted loss", "_loss_shifts_labels"),
-    Part("transformers:TrainingArguments", "`train` beside unused GPUs", "an error for DataParallel", "_n_gpu"),
-    Part("transformers:PreTrainedModel._supports_flash_attn", "`doctor`", "no advice to use FlashAttention"),
-    Part(
-        "transformers:PreTrainedConfig",
-        "heads of multi-token prediction",
-        "configurations are saved with the revision",
-        "_commit_hash",
-    ),
-    Part(
-        "transformers:PreTrainedModel._set_gradient_checkpointing",
-        "checkpointing in CUDA graphs, and in families without classes of their own",
-        "no graph is recorded, and layers of these families raise an error when they run again",
-        "_gradient_checkpointing_func",
-    ),
-    Part(
-        "transformers.integrations.moe:use_experts_implementation", "our op for experts", "theirs runs", "_apply_gate"
-    ),
-    Part(
-        "transformers.models.qwen4_exp.modeling_qwen4_exp:Qwen4ExpTextPLELayer._short_conv",
-        "n-grams of Qwen4-Exp",
-        "their convolution reads the document before",
-    ),
-    Part(
-        "transformers.models.jamba.modeling_jamba:JambaMambaMixer",
-        "quantized Mamba mixers",
-        "adapters and hooks on `dt_proj` have no effect, as in other families",
-        "_is_quantized",
-    ),
-    Part(
-        "transformers.quantizers.base:HfQuantizer._dequantize",
-        "`dequantize` of a model in 4 bit",
-        "experts stay in 4 bit",
-    ),
-    Part("accelerate.hooks:add_hook_to_module", "device_map", "`patch_model` refuses it", "_hf_hook _old_forward"),
-    Part(
-        "accelerate:Accelerator.prepare_model",
-        "reference models in mixed precision",
-        "`patch_model` refuses them",
-        "_original_forward _is_accelerate_prepared",
-    ),
-    Part("accelerate:Accelerator.__init__", "models that change", "they are saved twice", "_models"),
-    Part("accelerate:Accelerator.__init__", "a tried evaluation", "its loader stays listed", "_dataloaders"),
-    Part(
-        "transformers:PreTrainedModel._hf_peft_config_loaded",
-        "heads beside adapters that Transformers has added",
-        "they are not saved",
-    ),
-    Part("peft:PeftModel._get_base_model_class", "saved adapters", "they may name our class, not the stock one"),
-    Part("peft.tuners.lora.layer:ParamWrapper", "LoRA of experts", "PEFT's forward runs", "_did_swap_in_out_features"),
-    Part("trl:SFTTrainer.__init__", "images", "the error names the collator, not the images", "_is_vision_dataset"),
-    Part("trl:GRPOTrainer._get_per_token_logps_and_entropies", "the check of the first step", "it is left out"),
-    Part("trl:DPOTrainer.__init__", "the check of the first step", "it compares the loss alone", "_metrics"),
-    Part("trl.trainer.utils:_ChunkedLogProbFunction", "scores with our products", "TRL's own run"),
-    Part("trl.trainer.utils:add_fused_lm_head", "models with TRL's forward", "`patch_model` refuses them"),
+    "transformers:Trainer._prepare_inputs",  # rows of several processes, and tried steps
+    "transformers:Trainer._get_dataloader",  # rows of several processes
+    "transformers:Trainer._get_num_items_in_batch",  # means over documents
+    "transformers:Trainer._get_train_sampler",  # samplers of the user
+    "transformers:Trainer._set_signature_columns_if_needed",  # columns that divide rows and trees
+    "transformers:Trainer._get_output_dir",  # checkpoints of the `train` command
+    "transformers:Trainer._save_checkpoint",
 )
 
 # The public parts of Transformers' modules that our methods use. Without them a model would fail in the middle of a forward.
-_REQUIRED = {
-    "transformers.cache_utils": (
-        "Cache.update_conv_state",
-        "Cache.update_recurrent_state",
-    ),
-    "transformers.integrations.accelerate": ("force_accelerate_hooks",),
-    "transformers.integrations.moe": ("grouped_mm_experts_forward",),
-    "transformers.integrations.finegrained_fp8": ("ALL_FP8_EXPERTS_FUNCTIONS", "fp8_grouped_mm_experts_forward"),
-    "transformers.utils.generic": ("is_flash_attention_requested", "TransformersKwargs.__annotations__"),
-}
+_REQUIRED = (
+    "transformers.cache_utils:Cache.update_conv_state",
+    "transformers.cache_utils:Cache.update_recurrent_state",
+    "transformers.integrations.accelerate:force_accelerate_hooks",
+    "transformers.integrations.moe:grouped_mm_experts_forward",
+    "transformers.integrations.finegrained_fp8:ALL_FP8_EXPERTS_FUNCTIONS",
+    "transformers.integrations.finegrained_fp8:fp8_grouped_mm_experts_forward",
+    "transformers.utils.generic:is_flash_attention_requested",
+    "transformers.utils.generic:TransformersKwargs.__annotations__",
+)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def check_names(parts: tuple[Part, ...] = MODELS) -> None:
-    """Raise an `ImportError` that lists all of `parts` that the installed Transformers lacks.
+def check_names(names: tuple[str, ...] = MODELS) -> None:
+    """Raise an `ImportError` that lists all of `names` that the installed Transformers lacks.
 
     Logs a warning, once, for each imported library that is newer than its newest tested release.
     """
@@ -162,14 +79,11 @@ def check_names(parts: tuple[Part, ...] = MODELS) -> None:
                 f"{library} {installed} is newer than {tested}, the newest release tested with transformers_packed."
             )
             logger.warning_once(f"{newer} What it lacks is an error, but other changes may go unnoticed.")
-    names = [part.where for part in parts] + [
-        f"{module}:{name}" for module, names in _REQUIRED.items() for name in names
-    ]
-    _check([name.replace(":", ".") for name in names if not is_present(name)], "lacks", "requires")
+    _check([name.replace(":", ".") for name in (*names, *_REQUIRED) if not is_present(name)], "lacks", "requires")
 
 
 def is_present(where: str) -> bool:
-    """Whether a module has what `where` names, as in [`Part`]."""
+    """Whether a module has what `where` names, `module:name.attribute`."""
     module, _, name = where.partition(":")
     try:
         attrgetter(name)(import_module(module))

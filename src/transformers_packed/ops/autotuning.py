@@ -11,8 +11,8 @@ from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
+from ..foreign import swapped
 from .backends import threads_of_this_process
-from .compilations import replaced
 from .dispatch import logger
 
 
@@ -57,5 +57,5 @@ def tuned_in_threads() -> Iterator[None]:
                 return partial(function, **_MEASURE) if function is testing.do_bench else function
 
             methods["do_bench"] = property(measure)
-        with replaced(Autotuner, **methods):
+        with swapped(Autotuner, **methods):
             yield

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from ..foreign import swapped
 from .backends import flash_qla
 from .dispatch import logger
 
@@ -98,25 +99,8 @@ def _triton(tell) -> Iterator[None]:
         measured.append(self)
         return bench(self, *args, **kwargs)
 
-    with replaced(Autotuner, run=tuned, _bench=counted):
-        knobs.compilation.listener = listen
-        try:
-            yield
-        finally:
-            knobs.compilation.listener = before
-
-
-@contextmanager
-def replaced(cls: type, **methods: Any) -> Iterator[None]:
-    """Replace methods or properties of a class while the block runs."""
-    before = {name: getattr(cls, name) for name in methods}
-    try:
-        for name, method in methods.items():
-            setattr(cls, name, method)
+    with swapped(Autotuner, run=tuned, _bench=counted), swapped(vars(knobs.compilation), listener=listen):
         yield
-    finally:
-        for name, method in before.items():
-            setattr(cls, name, method)
 
 
 def _triton_key(source) -> str:
@@ -162,7 +146,7 @@ def _tilelang(tell) -> Iterator[None]:
             built.append(self)
         return init(self, *args, from_database=from_database, **kwargs)
 
-    with replaced(JITImpl, compile=compiled), replaced(JITKernel, __init__=counted):
+    with swapped(JITImpl, compile=compiled), swapped(JITKernel, __init__=counted):
         yield
 
 

@@ -135,20 +135,7 @@ def _check(hidden_states, weight, targets, bias, rows):
             raise input_error(f"integer {name}", x.dtype)
 
 
-def _reference(
-    hidden_states,
-    weight,
-    targets,
-    bias,
-    rows,
-    *,
-    temperature,
-    ignore_index,
-    entropy,
-    is_top1,
-    same_gradient,
-    chunk_size,
-):
+def _reference(hidden_states, weight, targets, bias, rows, *, temperature, ignore_index, entropy, is_top1, **_):
     targets = targets.to(hidden_states.device).long()
     ignored = torch.zeros_like(targets, dtype=torch.bool) if ignore_index is None else targets == ignore_index
     if rows is not None:

@@ -65,7 +65,8 @@ def rms_norm(
     ```
     """
     _check(hidden_states, weight, "residual", residual)
-    return run("rms_norm", impl, IMPLEMENTATIONS, hidden_states, weight, eps, offset, residual, stream=stream)
+    call = hidden_states, weight, eps, offset, residual, None, None
+    return run("rms_norm", impl, IMPLEMENTATIONS, *call, stream=stream, gate_first=False, sigmoid=False)
 
 
 def gated_rms_norm(
@@ -134,7 +135,8 @@ def gated_rms_norm(
         check_layer(hidden_states.shape[-2:].numel(), linear_weight)
         name += "_linear"
     call = hidden_states, weight, eps, 0.0, None, gate, linear_weight
-    return run(name, impl, IMPLEMENTATIONS, *call, gate_first=gate_first, sigmoid=activation == "sigmoid")
+    options = {"gate_first": gate_first, "sigmoid": activation == "sigmoid"}
+    return run(name, impl, IMPLEMENTATIONS, *call, stream=False, **options)
 
 
 def _check(hidden_states: torch.Tensor, weight: torch.Tensor, name: str, other: torch.Tensor | None) -> None:
@@ -149,18 +151,7 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _reference(
-    hidden_states,
-    weight,
-    eps,
-    offset,
-    residual,
-    gate=None,
-    linear_weight=None,
-    stream=False,
-    gate_first=False,
-    sigmoid=False,
-):
+def _reference(hidden_states, weight, eps, offset, residual, gate, linear_weight, *, stream, gate_first, sigmoid):
     if linear_weight is not None:
         options = {"gate_first": gate_first, "activation": "sigmoid" if sigmoid else "silu"}
         normed = gated_rms_norm(hidden_states, gate, weight, eps, **options)
@@ -181,18 +172,7 @@ def _reference(
     return (normed, hidden_states) if stream or residual is not None else normed
 
 
-def _triton(
-    hidden_states,
-    weight,
-    eps,
-    offset,
-    residual,
-    gate=None,
-    linear_weight=None,
-    stream=False,
-    gate_first=False,
-    sigmoid=False,
-):
+def _triton(hidden_states, weight, eps, offset, residual, gate, linear_weight, *, stream, gate_first, sigmoid):
     from .backends.triton.norm import RMSNorm, normed_again
 
     plan, tensors = planned([] if linear_weight is None else [as_projection(linear_weight)])

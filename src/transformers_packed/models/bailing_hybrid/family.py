@@ -11,12 +11,6 @@ BAILING_HYBRID = Family(
     Own(),
     since="5.20",
     title="Bailing-Hybrid",
-    required=(
-        "BailingHybridForgetGate",
-        "apply_mask_to_padding_states",
-        "apply_rotary_pos_emb_interleave",
-        "eager_attention_forward",
-    ),
     experts="BailingHybridExperts",
     # The projections to the decay and the write strength of the delta rule.
     sensitive=("f_proj", "b_proj"),

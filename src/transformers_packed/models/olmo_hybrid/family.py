@@ -9,7 +9,6 @@ OLMO_HYBRID = Family(
     Own(),
     since="5.20",
     title="OLMo-Hybrid",
-    required=("apply_mask_to_padding_states", "apply_rotary_pos_emb", "eager_attention_forward"),
     # The projections to the decay and the write strength of the delta rule.
     sensitive=("a_proj", "b_proj"),
     sizes=olmo_sizes,

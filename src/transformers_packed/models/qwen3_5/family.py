@@ -8,17 +8,11 @@ QWEN3_5 = Family(
     "qwen3_5",
     Own(also=(("AutoModelForTokenClassification", "Qwen3_5TextConfig", "Qwen3_5ForTokenClassification"),)),
     title="Qwen3.5/3.6/3.8",
-    required=(
-        "Qwen3_5ForSequenceClassification",
-        "Qwen3_5GatedDeltaNet",
+    methods=(
         "Qwen3_5Model.compute_3d_position_ids",
         "Qwen3_5Model.get_image_features",
         "Qwen3_5Model.get_rope_index",
         "Qwen3_5Model.get_video_features",
-        "Qwen3_5TextForSequenceClassification",
-        "apply_mask_to_padding_states",
-        "apply_rotary_pos_emb",
-        "eager_attention_forward",
     ),
     # The projections to the decay and the write strength of the delta rule.
     sensitive=("in_proj_a", "in_proj_b"),

@@ -8,7 +8,6 @@ QWEN3_5_MOE = Family(
     "qwen3_5_moe",
     Own(),
     title="Qwen3.5/3.6/3.8-MoE",
-    required=("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeModel"),
     experts="Qwen3_5MoeExperts",
     # Those of Qwen3.5, and the gate of the shared expert.
     sensitive=("in_proj_a", "in_proj_b", "shared_expert_gate"),

@@ -10,12 +10,7 @@ QWEN3_NEXT = Family(
     "qwen3_next",
     Own(),
     title="Qwen3-Next",
-    required=(
-        "Qwen3NextGatedDeltaNet.fix_query_key_value_ordering",
-        "apply_mask_to_padding_states",
-        "apply_rotary_pos_emb",
-        "eager_attention_forward",
-    ),
+    methods=("Qwen3NextGatedDeltaNet.fix_query_key_value_ordering",),
     experts="Qwen3NextExperts",
     # Those of the shared expert.
     taken_for_experts=("gate_proj", "up_proj", "down_proj"),

@@ -8,14 +8,6 @@ QWEN4_EXP = Family(
     Own(),
     since="5.20",
     title="Qwen4-Exp",
-    required=(
-        "Qwen4ExpTextNGramEmbedding",
-        "Qwen4ExpTextPLELayer",
-        "Qwen4ExpTextQSAIndexer",
-        "apply_mask_to_padding_states",
-        "apply_rotary_pos_emb",
-        "eager_attention_forward",
-    ),
     experts="Qwen4ExpTextExperts",
     # The projections to the decay and the write strength of the delta rule, and the gate of the shared expert.
     sensitive=("in_proj_a", "in_proj_b", "shared_expert_gate"),

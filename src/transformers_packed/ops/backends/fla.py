@@ -15,10 +15,10 @@ from ...foreign import swapped
 from . import chunk_indices, importable, verify_convolution
 
 
-def gated_delta_rule(query, key, value, g, beta, *, boundaries, initial_state, output_final_state, **options):
+def gated_delta_rule(query, key, value, g, beta, *, boundaries, initial_state, **options):
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
-    options |= {"initial_state": initial_state, "output_final_state": output_final_state}
+    options["initial_state"] = initial_state
     decoding = query.shape[1] == 1 and initial_state is not None
     if decoding and not _needs_backward(query, key, value, g, beta, initial_state):
         return fused_recurrent_gated_delta_rule(query, key, value, g=g, beta=beta, **options)
@@ -35,28 +35,13 @@ def verify_gated_delta_rule(query, key, value, g, beta, *, initial_state=None, *
     return not reason, reason
 
 
-def kimi_delta_rule(
-    query,
-    key,
-    value,
-    g,
-    beta,
-    *,
-    a_log,
-    dt_bias,
-    lower_bound,
-    boundaries,
-    initial_state,
-    output_final_state,
-    **options,
-):
+def kimi_delta_rule(query, key, value, g, beta, *, a_log, dt_bias, lower_bound, boundaries, initial_state, **options):
     from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
-    state = None if initial_state is None else initial_state.float()
-    options |= {"initial_state": state, "output_final_state": output_final_state}
+    call, state = (query, key, value, g, beta), None if initial_state is None else initial_state.float()
+    options["initial_state"] = state
     if a_log is not None:
         options |= {"use_gate_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
-    call = query, key, value, g, beta
     if query.shape[1] == 1 and state is not None and not _needs_backward(*call, a_log, dt_bias, state):
         return fused_recurrent_kda(*call, **options)
     if boundaries is not None:

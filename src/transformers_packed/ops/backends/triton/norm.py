@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ...autograd import first_order
-from ...terms.products import Plan, Products, unflattened
+from ...terms.products import Products, unflattened
 from . import ceil_div, next_power_of_2, on_its_device
 
 
@@ -131,20 +131,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @on_its_device
-    def forward(
-        ctx,
-        x,
-        weight,
-        residual,
-        gate,
-        eps: float,
-        offset: float,
-        stream,
-        first: bool,
-        sigmoid: bool,
-        plan: Plan,
-        *tensors,
-    ):
+    def forward(ctx, x, weight, residual, gate, eps, offset, stream, first, sigmoid, plan, *tensors):
         # Under autocast, layer outputs have low precision, but the residual stream does not.
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, x.dtype if residual is None else residual.dtype)
         given = x
