@@ -65,9 +65,8 @@ CHANGES = {
     ("models/experts_quantizer.py", "ExpertsQuantizer._dequantize"),
     # Attributes of a copy, of our own functions and of our own tensor, which FlashQLA reads.
     ("models/quantization.py", "_with_skipped_modules"),
-    ("models/inputs.py", "forward_like"),
     ("models/trl_head.py", "beside_trl"),
-    ("models/versions.py", "takes_cache.decorate"),
+    ("models/versions.py", "with_signature"),
     ("ops/autograd.py", "first_order.decorate"),
     ("ops/backends/flash_qla.py", "_prepared"),
     # A Trainer, which `undo` and the contexts of the check put back.

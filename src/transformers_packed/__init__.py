@@ -5,6 +5,7 @@ build this package's models. `patch_model()` converts an existing model.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 
@@ -57,26 +58,12 @@ _MODULES = {
     "training.warm_up": ("warm_up",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-_SUBMODULES = (
-    "audit",
-    "boundaries",
-    "cli",
-    "data",
-    "errors",
-    "integrations",
-    "models",
-    "ops",
-    "parallel",
-    "prefix_tree",
-    "shared_prompts",
-    "training",
-)
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    if name in _SUBMODULES:
+    if find_spec(f"{__name__}.{name}") is not None:
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

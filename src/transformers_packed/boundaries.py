@@ -23,7 +23,6 @@ from .boundary_checks import (
     check_padding_mask,
     check_row,
     check_tokens,
-    check_total,
     describe,
     position_rows,
     restarts_in,
@@ -46,9 +45,7 @@ CHUNK_SIZE = 64
 # The keyword arguments that carry document boundaries: those of FlashAttention, of a layer, and of a model.
 FLASH_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 LAYER_KEYWORDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")
-# Those that say which earlier document each one continues.
-PARENT_KEYWORDS = ("parent_of", "prompt_of")
-PACKING_KEYWORDS = (*LAYER_KEYWORDS, "padding_tokens", *PARENT_KEYWORDS)
+PACKING_KEYWORDS = (*LAYER_KEYWORDS, "padding_tokens", "parent_of")
 
 
 class Derived:
@@ -354,10 +351,6 @@ class SequenceBoundaries:
             raise input_error(expected, tokens, "Pass the collator's value.")
         return replace(self, padding_tokens=tokens, shared=Derived())
 
-    def check_length(self, total_length: int) -> None:
-        """Raise a `ValueError` if the row of these boundaries does not have `total_length` tokens."""
-        check_total(self.total_length, total_length, "Change the batch's `boundaries` with its tokens.")
-
     def check_row(self, row: torch.Tensor, name: str, sizes: str) -> None:
         """Raise a `ValueError` unless `row` `[1, T, *sizes]` is one that these boundaries describe."""
         if row.shape[:2] != (1, self.total_length):
@@ -466,9 +459,7 @@ class SequenceBoundaries:
 
         ```
         """
-        if packed.ndim < 2 or packed.shape[:2] != (1, self.total_length):
-            expected = f"a packed row [1, T, ...] with T = {self.total_length}"
-            raise input_error(expected, f"shape {tuple(packed.shape)}", "Pass the row that these boundaries describe.")
+        self.check_row(packed, "packed", "...")
         length = self.max_length if attention_mask is None else check_padding_mask(attention_mask).shape[1]
         slots = self._slots(length, attention_mask)
         padded = packed.new_full((self.num_documents * length, *packed.shape[2:]), padding_value)

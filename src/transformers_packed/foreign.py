@@ -31,13 +31,13 @@ def put(target: Any, name: Any, value: Any) -> None:
 
 
 @contextmanager
-def swapped(target: Any, /, **values: Any) -> Iterator[None]:
+def swapped(*targets: Any, **values: Any) -> Iterator[None]:
     """Let names have other values while the block runs.
 
     Args:
-        target (`dict` or `type`):
-            The names of an instance or a module, as `vars` returns them, the modules in a module, or a class. Other
-            threads see the values of a module and of a class too.
+        targets (`dict` or `type`):
+            The names of instances or modules, as `vars` returns them, the modules in a module, or classes. Other threads
+            see the values of a module and of a class too.
         values:
             The value of each name. A name that was not there leaves with the block.
 
@@ -55,13 +55,13 @@ def swapped(target: Any, /, **values: Any) -> Iterator[None]:
 
     ```
     """
-    before = {name: names_of(target).get(name, MISSING) for name in values}
+    before = [(target, name, names_of(target).get(name, MISSING)) for target in targets for name in values]
     try:
-        for name, value in values.items():
-            put(target, name, value)
+        for target, name, _ in before:
+            put(target, name, values[name])
         yield
     finally:
-        for name, value in before.items():
+        for target, name, value in before:
             put(target, name, value)
 
 

@@ -180,7 +180,7 @@ class MachineTest(unittest.TestCase):
         self.assertEqual(sections(stdout)["Problems"][1], command)
 
     def test_what_would_run_is_what_the_verifiers_say(self):
-        refuses = Implementation(run=None, verify=lambda *args, **kwargs: (False, "needs a reason"))
+        refuses = Implementation(run=None, verify=lambda *args, **kwargs: "needs a reason")
         table = {"a": refuses, "b": Implementation(run=None), "c": refuses}
         with gpu(), mock.patch.dict(IMPLEMENTATIONS, table, clear=True):
             stdout = doctor()[1]

@@ -198,8 +198,6 @@ def of_preferences() -> Calls:
     layer.config = SimpleNamespace(_attn_implementation="flex_attention")
     yield lambda: prompts.attention(layer, *[torch.zeros(1, 2, 5, 8)] * 3, boundaries=shared)
     yield lambda: SharedPrompts.of(LENGTHS, [0, -1])
-    twice = dict.fromkeys(("parent_of", "prompt_of"), torch.tensor([-1, 0]))
-    yield lambda: patch_model(tiny_model("qwen3_5_text"))(torch.ones(1, 5, dtype=torch.long), **twice)
     samples = [{"prefix": [5, 6], "answers": [{"input_ids": [7]}, {"input_ids": [8]}]}]
     yield lambda: DataCollatorWithFlattening(on_leak="ignore")(samples)
     model = patch_model(tiny_model("qwen3_5_text"))

@@ -8,6 +8,8 @@ import unittest
 from collections import Counter
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 import transformers_packed
 from transformers_packed import cli, ops, parallel
 from transformers_packed.cli.options import parsers
@@ -21,9 +23,14 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 
 def public_names() -> set[str]:
-    modules = [transformers_packed, ops, parallel]
-    modules += [importlib.import_module(f"transformers_packed.models.{name}.modeling_{name}") for name in FAMILIES]
-    return {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
+    names = {f"{module.__name__}.{name}" for module in (transformers_packed, ops, parallel) for name in module.__all__}
+    for family in FAMILIES:
+        module = importlib.import_module(f"transformers_packed.models.{family}.modeling_{family}")
+        models = [x for x in vars(module).values() if getattr(x, "__module__", None) == module.__name__]
+        names |= {
+            f"{x.__module__}.{x.__name__}" for x in models if isinstance(x, type) and issubclass(x, PreTrainedModel)
+        }
+    return names
 
 
 class ApiReferenceTest(unittest.TestCase):

@@ -423,7 +423,7 @@ class RefusalTest(PatchTestCase):
 
     def test_other_transformers_releases(self):
         model = builtin_model()
-        with mock.patch.dict(releases._REQUIRED, {"transformers.cache_utils": ("Cache.no_such_method",)}):
+        with mock.patch.object(releases, "_REQUIRED", ("transformers.cache_utils:Cache.no_such_method",)):
             with self.assertRaisesRegex(ImportError, "^transformers .* lacks .*no_such_method"):
                 patch_model(model)
         self.assertEqual(ours(model), set())

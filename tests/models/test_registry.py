@@ -175,7 +175,7 @@ class RegisterTest(unittest.TestCase):
             del AutoModelForCausalLM._model_mapping._extra_content[Qwen3_5TextConfig]
 
     def test_other_transformers_releases_are_refused_clearly(self):
-        with mock.patch.dict(releases._REQUIRED, {"transformers.cache_utils": ("Cache.no_such_method",)}):
+        with mock.patch.object(releases, "_REQUIRED", ("transformers.cache_utils:Cache.no_such_method",)):
             with self.assertRaisesRegex(
                 ImportError, "lacks transformers.cache_utils.Cache.no_such_method.*pip install"
             ):

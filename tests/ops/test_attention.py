@@ -191,7 +191,7 @@ class AttentionTest(unittest.TestCase):
         query, key, value = make_row(15)
         rows = [x.requires_grad_() for x in (query, key, value[..., :6].clone())]
         found = []
-        always = Implementation(_varlen_attn, lambda *args, **kwargs: (True, ""))
+        always = Implementation(_varlen_attn, lambda *args, **kwargs: "")
         with (
             mock.patch("torch.nn.attention.varlen.varlen_attn", varlen_attn),
             mock.patch.dict(IMPLEMENTATIONS["sdpa"], {"varlen_attn": always}),
@@ -205,7 +205,7 @@ class AttentionTest(unittest.TestCase):
             self.assertLess(relative_error(a, b), 1e-5)
         wide = [on_gpu(1, 4, 9, 64), on_gpu(1, 4, 9, 64), on_gpu(1, 4, 9, 128)]
         with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)):
-            reason = _verify_varlen_attn(module, *wide)[1]
+            reason = _verify_varlen_attn(module, *wide)
         self.assertEqual(reason, "needs values of at most the size of the keys, 64, not 128")
 
     def test_refuses_what_would_attend_across_documents(self):

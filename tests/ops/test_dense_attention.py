@@ -147,7 +147,7 @@ class VerifyTest(unittest.TestCase):
     def test_reasons(self):
         row = SequenceBoundaries.from_lengths([65536])
         tensors = [torch.zeros(1, h, 3, 256, dtype=torch.bfloat16) for h in (16, 4, 4)]
-        self.assertRegex(dense.verify(LAYER, *tensors, boundaries=row)[1], "compute capability 9.0")
+        self.assertRegex(dense.verify(LAYER, *tensors, boundaries=row), "compute capability 9.0")
         on_gpu = [
             mock.MagicMock(is_cuda=True, dtype=x.dtype, shape=x.shape, device=torch.device("cuda")) for x in tensors
         ]
@@ -156,16 +156,16 @@ class VerifyTest(unittest.TestCase):
             mock.patch.object(dense, "compute_dtype", lambda x: x.dtype),
             mock.patch.object(dense, "_supports", lambda *args: True),
         ):
-            self.assertTrue(dense.verify(LAYER, *on_gpu, boundaries=row)[0])
-            self.assertEqual(dense.verify(LAYER, *on_gpu, boundaries=row, dropout=0.1)[1], "does not support dropout")
+            self.assertEqual(dense.verify(LAYER, *on_gpu, boundaries=row), "")
+            self.assertEqual(dense.verify(LAYER, *on_gpu, boundaries=row, dropout=0.1), "does not support dropout")
             with mock.patch("torch.are_deterministic_algorithms_enabled", lambda: True):
-                self.assertEqual(dense.verify(LAYER, *on_gpu, boundaries=row)[1], "has no deterministic backward")
+                self.assertEqual(dense.verify(LAYER, *on_gpu, boundaries=row), "has no deterministic backward")
             short = SequenceBoundaries.from_lengths([100, 200])
-            self.assertRegex(dense.verify(LAYER, *on_gpu, boundaries=short)[1], "not faster for documents of this")
+            self.assertRegex(dense.verify(LAYER, *on_gpu, boundaries=short), "not faster for documents of this")
             with mock.patch.object(dense, "_supports", lambda *args: False):
-                self.assertRegex(dense.verify(LAYER, *on_gpu, boundaries=row)[1], "16 and 4 heads of 256")
+                self.assertRegex(dense.verify(LAYER, *on_gpu, boundaries=row), "16 and 4 heads of 256")
             on_gpu[0].dtype = torch.float32
-            self.assertRegex(dense.verify(LAYER, *on_gpu, boundaries=row)[1], "not torch.float32")
+            self.assertRegex(dense.verify(LAYER, *on_gpu, boundaries=row), "not torch.float32")
         with self.assertRaisesRegex(ValueError, "cudnn"):
             options = {"eager": None, "scaling": 1.0, "boundaries": SequenceBoundaries.from_lengths([3])}
             module.attention(LAYER, *tensors, None, impl="cudnn", **options)

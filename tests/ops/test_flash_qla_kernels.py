@@ -97,11 +97,11 @@ class FlashQLACompilationTest(unittest.TestCase):
 
     def test_started_for_the_sizes_of_a_model(self):
         self.barrier = mock.Mock()
-        verify = mock.Mock(return_value=(True, ""))
+        verify = mock.Mock(return_value="")
         sizes = torch.device("cpu"), BFLOAT16, 2, 4, 128, 128
         with mock.patch.object(flash_qla, "verify_gated_delta_rule", verify):
             started = flash_qla.start_compiling(*sizes)
-            verify.return_value = False, "needs CUDA tensors"
+            verify.return_value = "needs CUDA tensors"
             self.assertIsNone(flash_qla.start_compiling(*sizes))
         shapes = [tuple(x.shape[2:]) for x in verify.call_args.args]
         self.assertEqual(shapes, [(2, 128), (2, 128), (4, 128), (4,), (4,)])

@@ -806,8 +806,7 @@ class VerifyTest(unittest.TestCase):
         weights = [torch.zeros(2, *shape, dtype=BFLOAT16) for shape in ((128, 64), (64, 64))]
         for capability, expected in (((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)):
             with mock.patch.object(torch.cuda, "get_device_capability", lambda device, found=capability: found):
-                ok, reason = verify_triton(x, None, None, *weights, None, None, None)
-            self.assertEqual(ok, expected, reason)
+                reason = verify_triton(x, None, None, *weights, None, None, None)
             self.assertEqual("compute capability" in reason, not expected)
 
 

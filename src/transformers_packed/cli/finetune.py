@@ -295,8 +295,7 @@ def dtype_of_products(bfloat16: bool) -> torch.dtype:
 def check_float8(bfloat16: bool) -> None:
     """Raise a `ValueError` if products in float8 cannot run on this device, or in this dtype."""
     weight = torch.empty(MULTIPLE, MULTIPLE, device="cuda" if torch.cuda.is_available() else "cpu")
-    possible, reason = verify(weight, weight, torch.bfloat16 if bfloat16 else torch.float32)
-    if not possible:
+    if reason := verify(weight, weight, torch.bfloat16 if bfloat16 else torch.float32):
         expected, got = "a device and a dtype with products in float8", f"others: it {reason}"
         raise input_error(expected, got, "Remove --float8.", option="--float8")
 

@@ -10,7 +10,7 @@ A graph computes the same results as the layers. Embedding, final norm, head and
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -29,7 +29,6 @@ from .family import Own
 from .recordings import RecordedLayers, Use, is_on_gpu, new_place
 from .releases import checkpoint_of
 from .replacements import Model
-from .typed import TextModel
 from .untouched import hooks_of
 
 
@@ -115,13 +114,12 @@ def _slots(documents: int) -> int:
     return slots
 
 
-def find_text_models(model: torch.nn.Module) -> list[TextModel]:
+def find_text_models(model: torch.nn.Module) -> list[Any]:
     """Return the Qwen3.5 and Qwen3-Next text models of this package in `model`."""
-    texts: list[Any] = [module for module in model.modules() if hasattr(type(module), "layer_graphs")]
-    return texts
+    return [module for module in model.modules() if hasattr(type(module), "layer_graphs")]
 
 
-def text_models_of(model: torch.nn.Module) -> list[TextModel]:
+def text_models_of(model: torch.nn.Module) -> list[Any]:
     """Return what [`find_text_models`] finds, or raise an error if that is none."""
     texts = find_text_models(model)
     if not texts:
@@ -133,9 +131,9 @@ def text_models_of(model: torch.nn.Module) -> list[TextModel]:
     return texts
 
 
-def records_graphs(text: TextModel) -> bool:
+def records_graphs(text: Any) -> bool:
     """Whether a row of this text model has been recorded."""
-    return text.layer_graphs is not None and text.layer_graphs.is_recorded
+    return text.layer_graphs is not None and bool(text.layer_graphs._graphs)
 
 
 def remove_graphs(model: torch.nn.Module) -> None:
@@ -151,13 +149,9 @@ def forget_graphs(model: torch.nn.Module) -> None:
             text.layer_graphs = LayerGraphs(text.layer_graphs.max_length)
 
 
-@contextmanager
-def without_graphs(model: torch.nn.Module) -> Iterator[None]:
+def without_graphs(model: torch.nn.Module) -> AbstractContextManager:
     """Run and record no graphs meanwhile. Those of earlier rows stay."""
-    with ExitStack() as stack:
-        for text in find_text_models(model):
-            stack.enter_context(swapped(vars(text), layer_graphs=None))
-        yield
+    return swapped(*map(vars, find_text_models(model)), layer_graphs=None)
 
 
 def layers_as_graphs(
@@ -185,11 +179,11 @@ class _AllLayers(torch.nn.Module):
     """Replacement for the layers during one forward of a packed row."""
 
     graphs: "LayerGraphs"
-    text: TextModel
+    text: Any
     layers: torch.nn.ModuleList
     boundaries: SequenceBoundaries
 
-    def __init__(self, graphs: "LayerGraphs", text: TextModel, boundaries: SequenceBoundaries):
+    def __init__(self, graphs: "LayerGraphs", text: Any, boundaries: SequenceBoundaries):
         super().__init__()
         # Not registered as submodules, because they need no setup.
         layers = text.layers[: text.config.num_hidden_layers]
@@ -199,9 +193,10 @@ class _AllLayers(torch.nn.Module):
         inputs = (hidden_states, *position_embeddings)
         # Walking through the modules takes the host a millisecond.
         modules = list(self.layers.modules())
-        reason = self.graphs.reason_against(self.layers, modules, inputs, self.boundaries)
+        reasons = self.graphs.reasons_against(hidden_states, self.boundaries)
+        reason = _first(chain(reasons, _reasons_of_layers(self.layers, modules, hidden_states)))
         if not reason:
-            self.graphs.follow(self.layers, modules)
+            self.graphs.follow(modules)
             return self.graphs.run(self.layers, attention_of(self.text.config), inputs, self.boundaries)
         _warn(reason)
         for layer in self.layers:
@@ -221,30 +216,16 @@ class LayerGraphs:
         self._place: tuple | None = None
         self._last: Callable[[], Use | None] = lambda: None
 
-    @property
-    def is_recorded(self) -> bool:
-        return bool(self._graphs)
-
     def __deepcopy__(self, memo: dict) -> "LayerGraphs":
         return type(self)(self.max_length)
 
     def __reduce__(self):
         return type(self), (self.max_length,)
 
-    def reason_against(
-        self,
-        layers: torch.nn.ModuleList,
-        modules: list[torch.nn.Module],
-        inputs: tuple[torch.Tensor, ...],
-        boundaries: SequenceBoundaries,
-    ) -> str:
-        """Return the reason why the row cannot use a graph, or an empty string. `modules` are those of the layers."""
-        reasons = chain(self._reasons_of_row(inputs[0], boundaries), _reasons_of_layers(layers, modules, inputs[0]))
-        return next((reason for holds, reason in reasons if holds), "")
-
-    def _reasons_of_row(
+    def reasons_against(
         self, hidden_states: torch.Tensor, boundaries: SequenceBoundaries
     ) -> Iterator[tuple[bool, str]]:
+        """Yield why a row cannot use a graph, each with whether it holds."""
         yield not is_on_gpu(hidden_states), f"the row is on {hidden_states.device}, not on the current GPU"
         yield boundaries.kind != WHOLE, f"the row is {boundaries.kind}"
         longer = hidden_states.shape[1] > self.max_length
@@ -252,7 +233,7 @@ class LayerGraphs:
         last = self._last()
         yield last is not None and not last.over, "the backward of an earlier row has not run yet"
 
-    def follow(self, layers: torch.nn.ModuleList, modules: list[torch.nn.Module]) -> None:
+    def follow(self, modules: list[torch.nn.Module]) -> None:
         """Forget all graphs if they read old addresses, or ran the layers in their old modes and settings."""
         parameters = [x for module in modules for x in module._parameters.values() if x is not None]
         buffers = [x for module in modules for x in module._buffers.values() if x is not None]
@@ -296,11 +277,14 @@ class LayerGraphs:
         return graph.run(use, inputs[0], self._parameters)
 
 
-def reason_of_layers(text: TextModel, device: torch.device) -> str:
+def reason_of_layers(text: Any, device: torch.device) -> str:
     """Return why the layers of a text model cannot run as graphs on a GPU in training, or an empty string."""
     layers = text.layers[: text.config.num_hidden_layers]
     inputs = torch.empty(0, device=device, requires_grad=True)
-    reasons = _reasons_of_layers(layers, list(layers.modules()), inputs)
+    return _first(_reasons_of_layers(layers, list(layers.modules()), inputs))
+
+
+def _first(reasons: Iterator[tuple[bool, str]]) -> str:
     return next((reason for holds, reason in reasons if holds), "")
 
 

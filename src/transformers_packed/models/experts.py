@@ -22,7 +22,7 @@ from ..ops.terms import Adapter, DequantizedExperts
 from .families import EXPERT_CLASSES
 from .installed import EXPERTS
 from .lora import adapter_of_parameter, is_lora, lora_class
-from .quantized_weights import ExpertsIn4bit, adopt, is_replaced
+from .quantized_weights import ExpertsIn4bit, is_replaced
 from .releases import has_usual_gate
 from .untouched import is_untouched
 from .versions import has_post_expert_norm
@@ -38,12 +38,6 @@ def switch_implementation(model: torch.nn.Module, ours: bool) -> None:
     for config in configs:
         if experts_of(config) == before:
             set_experts(config, after)
-
-
-def adopt_replaced(model: torch.nn.Module) -> None:
-    """Turn the weights of experts that bitsandbytes has replaced into parameters that the op and PEFT know."""
-    for module in replaced_experts(model):
-        adopt(module)
 
 
 def replaced_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -209,5 +203,5 @@ def _weights_for_op(
     if isinstance(found, str) or hidden_states.device.type == "cpu":
         return found
     gate_up, down = found
-    reason = verify_triton(hidden_states, index, weights, gate_up, down, gate_up_adapter, down_adapter, None)[1]
+    reason = verify_triton(hidden_states, index, weights, gate_up, down, gate_up_adapter, down_adapter, None)
     return reason or found

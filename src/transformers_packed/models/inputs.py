@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from transformers.utils import TransformersKwargs, logging
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
-from ..boundaries import PACKING_KEYWORDS, PARENT_KEYWORDS, SequenceBoundaries, may_read
-from ..boundary_checks import position_rows, restarts_in
+from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries, may_read
+from ..boundary_checks import check_total, position_rows, restarts_in
 from ..errors import input_error
 from ..shared_prompts import SharedPrompts
 from .masks import is_padding, read_documents, read_padding, restarts_with
-from .versions import CACHES
+from .versions import CACHES, with_signature
 
 
 logger = logging.get_logger(__name__)
@@ -42,8 +42,6 @@ class PackingKwargs(TransformersKwargs, total=False):
             The boundaries with a host copy, as models pass them to their layers.
         parent_of (`torch.LongTensor` of shape `[N]`, *optional*):
             For each document, the index of the earlier document that it continues, or -1 ([`SharedPrompts`]).
-        prompt_of (`torch.LongTensor` of shape `[N]`, *optional*):
-            Another name for `parent_of`, if all parents are prompts.
         trunk_row (`TrunkRow`, *optional*):
             What the text model fills for losses that read more of it than its output.
         packs_padding (`bool`, *optional*):
@@ -56,7 +54,6 @@ class PackingKwargs(TransformersKwargs, total=False):
     padding_tokens: int | None
     boundaries: SequenceBoundaries | None
     parent_of: torch.LongTensor | None
-    prompt_of: torch.LongTensor | None
     trunk_row: Any
     packs_padding: bool | None
     settled: bool | None
@@ -94,7 +91,7 @@ def resolve_boundaries(
     if inputs.pop("settled", False):
         return given
     metadata = {name: x for name in PACKING_KEYWORDS if (x := inputs.pop(name, None)) is not None}
-    parent_of, padding = _parents(metadata), metadata.pop("padding_tokens", None)
+    parent_of, padding = (metadata.pop(name, None) for name in ("parent_of", "padding_tokens"))
     metadata |= {"padding_tokens": padding} if padding else {}
     tokens = tokens_of(inputs)
     if tokens is None:
@@ -117,20 +114,12 @@ def resolve_boundaries(
     return boundaries if made_in_graph else boundaries.to(tokens.device, non_blocking=True)
 
 
-def _parents(metadata: dict) -> torch.Tensor | None:
-    """Remove the parents of documents from the metadata and return them."""
-    given = {name: metadata.pop(name) for name in PARENT_KEYWORDS if name in metadata}
-    if len(given) > 1:
-        raise input_error("parent_of or prompt_of", "both", "Pass parent_of alone.")
-    return next(iter(given.values()), None)
-
-
 def _described(given, metadata: dict, parent_of, inputs: dict[str, Any], tokens) -> SequenceBoundaries | None:
     """The boundaries of explicit metadata, if there is any."""
     if given is not None:
         if not is_torchdynamo_compiling():
             _check_one_row("boundaries", tokens)
-            given.check_length(tokens.shape[1])
+            check_total(given.total_length, tokens.shape[1], "Change the batch's `boundaries` with its tokens.")
             _check_agrees(given, metadata)
             if metadata and not isinstance(given, SharedPrompts):
                 _check_positions(given, inputs, tokens)
@@ -303,14 +292,7 @@ def forward_like(builtin: Callable, run: Callable[[Any, dict], Any], added: Iter
     # String annotations refer to names in the stock module.
     with suppress(NameError):
         inner.__annotations__ = get_type_hints(builtin)
-    vars(inner)["__signature__"] = signature.replace(parameters=[*parameters, *added, *rest])
-
-    # Hooks copy the attributes of a bound forward. These must not include a signature with `self`.
-    @wraps(inner, updated=())
-    def forward(self, *args, **kwargs):
-        return inner(self, *args, **kwargs)
-
-    return forward
+    return with_signature(inner, signature.replace(parameters=[*parameters, *added, *rest]))
 
 
 def with_boundaries(cls: Any, builtin: Any) -> Callable:

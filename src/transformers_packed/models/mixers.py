@@ -16,6 +16,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from ..boundaries import SequenceBoundaries
 from ..foreign import attention_of
 from ..ops import attention, causal_conv1d, gated_rms_norm, glu, selective_scan, ssd
+from ..ops.attention import options_of_layer
 from .families import family_of
 from .projections import project, to_fuse
 from .releases import calls_step_layer
@@ -36,9 +37,9 @@ def causal_attention(module: Any, boundaries: SequenceBoundaries, hidden_states,
         key = key * module.key_multiplier
     if position_embeddings is not None:
         query, key = stock.apply_rotary_pos_emb(query, key, *position_embeddings)
-    dropout = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
-    options = {"eager": stock.eager_attention_forward, "scaling": module.scaling, "dropout": dropout}
-    output, weights = attention(module, query, key, value, None, boundaries=boundaries, **options)
+    given = {"boundaries": boundaries}
+    options = options_of_layer(module, stock.eager_attention_forward, given, boundaries.total_length)
+    output, weights = attention(module, query, key, value, None, **options)
     layer = module.o_proj if hasattr(module, "o_proj") else module.out_proj
     return project(output.flatten(2), layer)[0], weights
 

@@ -122,7 +122,8 @@ def keep_head(config: PreTrainedConfig, folder: Path, saves: bool) -> Iterator[N
         yield
         return
     before, unsure = _versions(folder), _may_be_of_another_revision(config, head)
-    with TemporaryDirectory(dir=folder.parent) if _is_in(head, folder) else nullcontext() as aside:
+    overwrites = folder.exists() and any(path.parent.samefile(folder) for path in head.values())
+    with TemporaryDirectory(dir=folder.parent) if overwrites else nullcontext() as aside:
         if aside is not None:
             # The block overwrites the files that the head is read from.
             write_head(Path(aside) / _SHARD, head)
@@ -154,10 +155,6 @@ def _versions(folder: Path) -> dict[str, int]:
     """When the file of all weights, the index of shards and the shards of processes were written, by their names."""
     paths = [folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME, *folder.glob(_OF_PROCESSES)]
     return {path.name: path.stat().st_mtime_ns for path in paths if path.exists()}
-
-
-def _is_in(head: dict[str, Path], folder: Path) -> bool:
-    return folder.exists() and any(path.parent.samefile(folder) for path in head.values())
 
 
 def add_head(head: dict[str, Path], folder: Path, written: list[str]) -> None:

@@ -183,7 +183,8 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         # The check reads the source of the class's module, so it needs the stock class.
-        return _builtin(cls)._can_set_experts_implementation()
+        stock: Any = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+        return stock._can_set_experts_implementation()
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         family = family_of(type(self))
@@ -198,8 +199,3 @@ def _selecting(options: dict[str, Any], context_fn: Callable) -> dict[str, Any]:
         got = "context_fn" if "context_fn" in options else f"use_reentrant={options['use_reentrant']}"
         raise input_error("use_reentrant=False and no context_fn with keep_attention", got, "Leave it out.")
     return options | {"use_reentrant": False, "context_fn": context_fn}
-
-
-def _builtin(cls: type) -> Any:
-    """Return the stock class that one of our model classes derives from."""
-    return next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))

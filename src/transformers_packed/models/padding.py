@@ -130,13 +130,6 @@ class PaddedBatch:
         return tokens.new_zeros(rows * length, *tokens.shape[1:]).index_copy(0, self.slots, tokens)
 
 
-def _layers_take_rows(model: Any) -> bool:
-    """Whether PEFT's layers mix the tokens of a row, or get an argument for each row, which PEFT hooks into all of them."""
-    adapted = (module for module in model.layers.modules() if type(module).__module__.startswith("peft.tuners."))
-    layer = next(adapted, None)
-    return layer is not None and (not acts_per_token(layer) or bool(layer._forward_pre_hooks_with_kwargs))
-
-
 def prompt_ids_of(inputs: dict[str, Any]) -> torch.Tensor | None:
     """Return the tokens `[B, T]` by which documents share prompts, from a forward's arguments.
 
@@ -178,7 +171,10 @@ def _reasons(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     yield not causal, "attention is not causal"
     noisy = model.training and inputs.get("inputs_embeds") is None and hasattr(embedding, "neftune_noise_alpha")
     yield noisy, "NEFTune scales its noise by the padded length"
-    yield _layers_take_rows(model), "PEFT's layers take or mix the rows of the batch"
+    # PEFT hooks an argument for each row into all of its layers.
+    layer = next((x for x in model.layers.modules() if type(x).__module__.startswith("peft.tuners.")), None)
+    by_row = layer is not None and (not acts_per_token(layer) or bool(layer._forward_pre_hooks_with_kwargs))
+    yield by_row, "PEFT's layers take or mix the rows of the batch"
     implementation, tokens = attention_of(config), tokens_of(inputs)
     device = model.device if tokens is None else tokens.device
     yield not serves_packed_rows(implementation, device), f"attn_implementation={implementation!r}"

@@ -44,7 +44,8 @@ def terms_of(layer: torch.nn.Module, hidden_states: torch.Tensor) -> tuple[Proje
             return None
         adapters = found
     in_float8 = is_in_float8(base, hidden_states)
-    weight = _weight_of(base, in_float8)
+    known = (weight_of(base, in_float8) for weight_of in WEIGHTS)
+    weight: Any = next((found for found in known if found is not None), None)
     if weight is None:
         subject = "it" if base is layer else "its base layer"
         reason = f"{subject} is hooked, wrapped or of another class ({type(base).__name__})"
@@ -67,15 +68,6 @@ def _note_call(layer: torch.nn.Module, base: torch.nn.Module, hidden_states: tor
         ran("linear_lora", "peft")
         logger.warning_once(f"linear_lora: a layer runs PEFT's own forward, because {reason}.")
     warn_about(base, hidden_states, reason)
-
-
-def _weight_of(layer: torch.nn.Module, in_float8: bool) -> Any:
-    """Return the weight of a linear layer, for products in float8 if it can run in them, or `None` if it is unknown."""
-    for weight_of in WEIGHTS:
-        weight = weight_of(layer, in_float8)
-        if weight is not None:
-            return weight
-    return None
 
 
 def _plain(layer, in_float8):

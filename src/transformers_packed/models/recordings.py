@@ -1,7 +1,7 @@
 """A recording of layers: one forward and one backward as CUDA graphs, and the autograd function that replays them."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,8 @@ class RecordedLayers:
         device = inputs[0].device.type
         # Without the cache, so the graph does not keep reading weights that were cast before the recording.
         self._autocast = partial(torch.autocast, device, cast, enabled=cast is not None, cache_enabled=False)
-        with _without_checkpointing(layers):
+        # The graph itself computes the layers again.
+        with swapped(*map(vars, layers), gradient_checkpointing=False):
             with _beside_other_work():
                 for _ in range(_WARM_UPS):
                     (output,) = self._compute()
@@ -154,15 +155,6 @@ def _segments(layers: list[torch.nn.Module]) -> Iterator[tuple[list[torch.nn.Mod
         segment = []
     if segment:
         yield segment, False
-
-
-@contextmanager
-def _without_checkpointing(layers: Iterable[Any]) -> Iterator[None]:
-    """Turn gradient checkpointing off, because the graph itself computes the layers again."""
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(swapped(vars(layer), gradient_checkpointing=False))
-        yield
 
 
 class _Replay(torch.autograd.Function):

@@ -15,6 +15,7 @@ from .families import OWN, families_of_class, modeling_module
 from .family import Isolated, Refused
 from .installed import REGISTERED, hold, install_registration, is_registered, late, uninstall_registration
 from .packed_model import PackedModelMixin
+from .quantized_weights import adopt
 from .releases import MODELS, check_names, check_signatures
 from .replacements import FAST_PATHS, REPLACEMENTS, Change, Model, apply_changes, become, find_changes
 from .trl_head import use_our_products
@@ -190,7 +191,8 @@ def patch_model(model: Model) -> Model:
     for change in changes:
         # A part of a model needs what other libraries find by name, too.
         hold(change.module)
-    late("experts").adopt_replaced(model)
+    for module in late("experts").replaced_experts(model):
+        adopt(module)
     for module in model.modules():
         if isinstance(module, tuple(REPLACEMENTS.values())):
             use_our_products(module)

@@ -110,29 +110,29 @@ def qwen_sizes(text: PreTrainedConfig, together: bool = False, mlp_linear_layers
         mlp_linear_layers (`int`, *optional*, defaults to 3):
             The linear layers for adapters in an MLP, or in a shared expert without its gate.
     """
-    hidden, heads, kv_heads, dim = text.hidden_size, text.num_attention_heads, text.num_key_value_heads, text.head_dim
-    query, key = heads * dim, kv_heads * dim
-    # The projection of queries also computes the gate.
-    linears = (hidden, 2 * query), (hidden, key), (hidden, key), (query, hidden)
-    # Queries, their gate, keys and values after projection; queries and keys after norm and rotation; a copy of the gate.
-    attention = Attention(heads, kv_heads, dim, dim, linears, kept=4 * query + 3 * key, has_gate=True)
 
     def outputs(keys: int, values: int, heads: int) -> tuple[int, ...]:
         return (2 * (keys + values), 2 * heads) if together else (2 * keys + values, values, heads, heads)
 
-    return _hybrid(text, attention, _gated_delta_rule(text, outputs), mlp_linear_layers)
+    return _hybrid(text, _attention(text, has_gate=True), _gated_delta_rule(text, outputs), mlp_linear_layers)
 
 
 def olmo_sizes(text: PreTrainedConfig) -> Sizes:
     """Read the sizes of OLMo-Hybrid."""
+    rule = _gated_delta_rule(text, lambda keys, values, heads: (keys, keys, values, values, heads, heads))
+    return _hybrid(text, _attention(text, has_gate=False), rule)
+
+
+def _attention(text: PreTrainedConfig, has_gate: bool) -> Attention:
+    """Read the sizes of attention, in which the projection of queries also computes the gate if there is one."""
     hidden, heads, kv_heads = text.hidden_size, text.num_attention_heads, text.num_key_value_heads
     dim = getattr(text, "head_dim", None) or hidden // heads
     query, key = heads * dim, kv_heads * dim
-    linears = (hidden, query), (hidden, key), (hidden, key), (query, hidden)
-    # Queries, keys and values after projection; queries and keys after norm and rotation.
-    attention = Attention(heads, kv_heads, dim, dim, linears, kept=2 * query + 3 * key)
-    rule = _gated_delta_rule(text, lambda keys, values, heads: (keys, keys, values, values, heads, heads))
-    return _hybrid(text, attention, rule)
+    gate = query if has_gate else 0
+    linears = (hidden, query + gate), (hidden, key), (hidden, key), (query, hidden)
+    # Queries, their gate, keys and values after projection; queries and keys after norm and rotation; a copy of the gate.
+    kept = 2 * query + 3 * key + 2 * gate
+    return Attention(heads, kv_heads, dim, dim, linears, kept, has_gate)
 
 
 def latent_sizes(text: PreTrainedConfig, low_rank_gates: bool, has_gate: bool) -> Sizes:

@@ -48,17 +48,22 @@ def takes_cache(name: str) -> Callable[[Callable], Callable]:
         names = {"cache": name}
         signature = inspect.signature(method)
         parameters = [p.replace(name=names.get(p.name, p.name)) for p in signature.parameters.values()]
-        vars(renamed)["__signature__"] = signature.replace(parameters=parameters)
         renamed.__annotations__ = {names.get(key, key): x for key, x in method.__annotations__.items()}
-
-        # Hooks copy the attributes of a bound forward. These must not include a signature with `self`.
-        @wraps(renamed, updated=())
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return renamed(*args, **kwargs)
-
-        return forward
+        return with_signature(renamed, signature.replace(parameters=parameters))
 
     return decorate
+
+
+def with_signature(function: Callable, signature: inspect.Signature) -> Callable:
+    """Return a function that calls this one, and shows another signature."""
+    vars(function)["__signature__"] = signature
+
+    # Hooks copy the attributes of a bound forward. These must not include a signature with `self`.
+    @wraps(function, updated=())
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return forward
 
 
 def get_recurrent_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ Without boundaries, the call goes to Transformers' attention interface unchanged
 * Other implementations would attend across documents and raise a `ValueError`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from inspect import signature
 from types import SimpleNamespace
@@ -100,6 +100,13 @@ def attention(
     return run("attention", impl, implementations(module), module, query, key, value, **options)
 
 
+def options_of_layer(module: Any, eager: Callable, kwargs: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """Return the options of [`attention`] of a layer that got these keyword arguments, for rows of `length` tokens."""
+    dropout = float(getattr(module, "attention_dropout", None) or 0) if module.training else 0.0
+    options = {"eager": eager, "scaling": module.scaling, "dropout": dropout, **kwargs}
+    return options | {"boundaries": SequenceBoundaries.from_kwargs(kwargs, length)}
+
+
 def implementation_of(module: torch.nn.Module) -> str:
     """Return the name of the attention implementation that a layer's configuration selects."""
     config: Any = module.config
@@ -155,7 +162,7 @@ def kernel_for_earlier_keys(module, query: torch.Tensor, **options) -> str | Non
     name = implementation_of(module)
     if is_flash_attention_requested(requested_attention_implementation=name):
         return name
-    if name == "sdpa" and _verify_varlen_attn(module, query, **options)[0]:
+    if name == "sdpa" and not _verify_varlen_attn(module, query, **options):
         return "varlen_attn"
     return None
 
@@ -215,14 +222,14 @@ def _grouped() -> dict[str, bool]:
 
 def _verify_varlen_attn(module, query, key=None, value=None, dropout=0.0, **options):
     if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) < (8, 0):
-        return False, "needs tensors on an NVIDIA GPU of compute capability 8.0 or later"
+        return "needs tensors on an NVIDIA GPU of compute capability 8.0 or later"
     if compute_dtype(query) not in (torch.float16, torch.bfloat16):
-        return False, f"needs float16 or bfloat16, not {query.dtype}"
+        return f"needs float16 or bfloat16, not {query.dtype}"
     if query.shape[-1] > 256 or query.shape[-1] % 8:
-        return False, f"needs a head dimension of at most 256 and a multiple of 8, not {query.shape[-1]}"
+        return f"needs a head dimension of at most 256 and a multiple of 8, not {query.shape[-1]}"
     if value is not None and value.shape[-1] > query.shape[-1]:
-        return False, f"needs values of at most the size of the keys, {query.shape[-1]}, not {value.shape[-1]}"
-    return dropout == 0, "does not support dropout"
+        return f"needs values of at most the size of the keys, {query.shape[-1]}, not {value.shape[-1]}"
+    return "does not support dropout" if dropout else ""
 
 
 def _flex_attention(module, query, key, value, *, boundaries, eager, **kwargs):
@@ -231,8 +238,8 @@ def _flex_attention(module, query, key, value, *, boundaries, eager, **kwargs):
     return interface(module, query, key, value, mask, **kwargs)[0], None
 
 
-def _verify_flex_attention(module, query, *tensors, **options):
-    return query.is_cuda, "needs CUDA tensors, because it has no backward on a CPU"
+def _verify_flex_attention(module, query, *_, **__):
+    return "" if query.is_cuda else "needs CUDA tensors, because it has no backward on a CPU"
 
 
 def _block_mask(boundaries: SequenceBoundaries) -> BlockMask:
@@ -341,8 +348,8 @@ def example(setting: Setting) -> dict[str, Call]:
 
 def _verify_flash_attention(is_available, query):
     if not query.is_cuda or query.dtype == torch.float32:
-        return False, "needs CUDA tensors in float16 or bfloat16"
-    return is_available(), "is not installed"
+        return "needs CUDA tensors in float16 or bfloat16"
+    return "" if is_available() else "is not installed"
 
 
 _FLASH_ATTENTION = {

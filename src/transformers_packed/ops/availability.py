@@ -1,36 +1,16 @@
 """The implementation of each op that a training call would select on a device, according to the ops' verifiers."""
 
+from importlib import import_module
+
 import torch
 
-from .attention import example as attention
-from .convolution import example as convolution
-from .cross_entropy import example as cross_entropy
 from .example import Setting
-from .gated_delta_rule import example as gated_delta_rule
-from .glu import example as glu
-from .kimi_delta_rule import example as kimi_delta_rule
-from .linear import example as linear
-from .moe import example as moe
-from .norm import example as norm
-from .rotary import example as rotary
-from .selective_scan import example as selective_scan
-from .ssd import example as ssd
 
 
-_EXAMPLES = (
-    gated_delta_rule,
-    kimi_delta_rule,
-    convolution,
-    attention,
-    norm,
-    linear,
-    rotary,
-    glu,
-    moe,
-    ssd,
-    selective_scan,
-    cross_entropy,
-)
+# The modules of ops with an `example`.
+_OPS = (
+    "gated_delta_rule kimi_delta_rule convolution attention norm linear rotary glu moe ssd selective_scan cross_entropy"
+).split()
 
 
 def availability(
@@ -67,13 +47,13 @@ def availability(
         device, dtype, delta_head_dim, value_head_dim or delta_head_dim, attention_head_dim, *expert_sizes
     )
     found = {}
-    for example in _EXAMPLES:
+    for module in _OPS:
+        example = import_module(f"{__package__}.{module}").example
         for op, (table, args, options) in example(setting).items():
             runs, refused = None, []
             for name, implementation in table.items():
-                verify = implementation.verify
-                ok, reason = (True, "") if verify is None else verify(*args, **options)
-                if ok:
+                reason = implementation.verify(*args, **options)
+                if not reason:
                     runs = name
                     break
                 refused.append((name, reason))

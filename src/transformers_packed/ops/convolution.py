@@ -231,14 +231,11 @@ def slots_of(boundaries: SequenceBoundaries, documents: Sequence[int], width: in
 
 def verify_triton_qkv(hidden_states, weight, bias, activation, *, key_dim, value_dim, **_):
     if bias is not None or activation not in ("silu", "swish"):
-        return False, "supports only SiLU without a bias"
+        return "supports only SiLU without a bias"
     if weight.shape[1] > 4:
-        return False, f"supports windows of up to 4 tokens, not {weight.shape[1]}"
+        return f"supports windows of up to 4 tokens, not {weight.shape[1]}"
     if not takes_heads(key_dim, value_dim):
-        return (
-            False,
-            f"needs keys of 16 to 256 channels and values of a multiple of them, not {key_dim} and {value_dim}",
-        )
+        return f"needs keys of 16 to 256 channels and values of a multiple of them, not {key_dim} and {value_dim}"
     return triton.verify(hidden_states)
 
 

@@ -133,24 +133,23 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
 
 
-def verify(module, query, key, value, *, boundaries, dropout=0.0, **options) -> tuple[bool, str]:
+def verify(module, query, key, value, *, boundaries, dropout=0.0, **options) -> str:
     """Verifier of [`dense_attention`]."""
     if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) != (9, 0):
-        return False, "needs tensors on a GPU of compute capability 9.0"
+        return "needs tensors on a GPU of compute capability 9.0"
     dtype = compute_dtype(query)
     if dtype not in (torch.float16, torch.bfloat16):
-        return False, f"needs float16 or bfloat16, not {query.dtype}"
+        return f"needs float16 or bfloat16, not {query.dtype}"
     if dropout:
-        return False, "does not support dropout"
+        return "does not support dropout"
     if torch.are_deterministic_algorithms_enabled():
-        return False, "has no deterministic backward"
+        return "has no deterministic backward"
     if isinstance(boundaries, DeviceBoundaries):
-        return False, "needs the lengths of documents on the host"
+        return "needs the lengths of documents on the host"
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
     if not _supports(query, key, value, dtype):
-        return False, f"has no kernel for {heads} and {kv_heads} heads of {dim} in this release of torch and cuDNN"
-    faster = plan_of(boundaries, heads, kv_heads, dim) is not None
-    return faster, "is not faster for documents of this length"
+        return f"has no kernel for {heads} and {kv_heads} heads of {dim} in this release of torch and cuDNN"
+    return "" if plan_of(boundaries, heads, kv_heads, dim) else "is not faster for documents of this length"
 
 
 _SUPPORTED: dict[tuple, bool] = {}

@@ -8,14 +8,12 @@ Both products are computed in float32 and rounded once. With double quantization
 two elements, the first one in its high bits.
 """
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from ..errors import input_error
-from .backends import triton
+from .backends import importable, triton
 from .dispatch import Implementation, run
 
 
@@ -136,15 +134,10 @@ def _whole(state):
     return state.blocksize * (1 if state.state2 is None else state.state2.blocksize)
 
 
-@cache
-def _without_bitsandbytes() -> str:
-    return "" if find_spec("bitsandbytes") else "needs bitsandbytes, which is not installed (pip install bitsandbytes)"
-
-
-def _verify_bitsandbytes(packed, state, first, number) -> tuple[bool, str]:
+def _verify_bitsandbytes(packed, state, first, number) -> str:
     if triton.on_gpu(packed) and number > MOST - 2 * _whole(state):
-        return False, f"supports fewer than {MOST:,} elements at a time on a GPU"
-    return not _without_bitsandbytes(), _without_bitsandbytes()
+        return f"supports fewer than {MOST:,} elements at a time on a GPU"
+    return importable("bitsandbytes", "bitsandbytes")
 
 
 def _triton(packed, state, first, number):
@@ -153,9 +146,9 @@ def _triton(packed, state, first, number):
     return dequantize_4bit(packed, state, first, number)
 
 
-def _verify_triton(packed, state, first, number) -> tuple[bool, str]:
+def _verify_triton(packed, state, first, number) -> str:
     if not triton.on_gpu(packed):
-        return False, "needs CUDA tensors"
+        return "needs CUDA tensors"
     inner, device = state.state2, packed.device
     scales = torch.float32 if inner is None else torch.uint8
     tensors = [(packed, torch.uint8), (state.absmax, scales), (state.code, torch.float32)]
@@ -163,12 +156,12 @@ def _verify_triton(packed, state, first, number) -> tuple[bool, str]:
         tensors += [(x, torch.float32) for x in (inner.absmax, inner.code, state.offset)]
     for x, dtype in tensors:
         if x.dtype != dtype:
-            return False, f"needs {dtype}, not {x.dtype}"
+            return f"needs {dtype}, not {x.dtype}"
         if x.device != device or not x.is_contiguous():
-            return False, "needs contiguous tensors on one device"
+            return "needs contiguous tensors on one device"
     if state.blocksize & (state.blocksize - 1) or not 2 <= state.blocksize <= _LARGEST_BLOCK:
-        return False, f"supports blocks of powers of two up to {_LARGEST_BLOCK}, not {state.blocksize}"
-    return not triton.problem(), triton.problem()
+        return f"supports blocks of powers of two up to {_LARGEST_BLOCK}, not {state.blocksize}"
+    return triton.problem()
 
 
 def _reference_rows(values, scale, dtype):
@@ -181,14 +174,14 @@ def _triton_rows(values, scale, dtype):
     return dequantize_rows(values, scale, dtype)
 
 
-def _verify_rows(values, scale, dtype) -> tuple[bool, str]:
+def _verify_rows(values, scale, dtype) -> str:
     if not triton.on_gpu(values):
-        return False, "needs CUDA tensors"
+        return "needs CUDA tensors"
     if (values.dtype, scale.dtype) != (torch.float8_e4m3fn, torch.float32):
-        return False, f"supports values in e4m3 and scales in float32, not {values.dtype} and {scale.dtype}"
+        return f"supports values in e4m3 and scales in float32, not {values.dtype} and {scale.dtype}"
     if values.is_cuda and torch.cuda.get_device_capability(values.device) < (8, 9):
-        return False, "needs a GPU of compute capability 8.9 or later"
-    return not triton.problem(), triton.problem()
+        return "needs a GPU of compute capability 8.9 or later"
+    return triton.problem()
 
 
 FOUR_BIT = {

@@ -1,9 +1,9 @@
 """Selection of the implementation of an op.
 
-Each op has an ordered table of implementations. The verifier of an implementation inspects the call and returns
-`(ok, reason)`. `impl="auto"` selects the first implementation that supports the call. A name selects that
-implementation, or raises an error with the reason why it does not support the call. Each choice is logged once.
-[`implementations_used`] returns all of them.
+Each op has an ordered table of implementations. The verifier of an implementation inspects the call and returns why it
+does not support that, or an empty string. `impl="auto"` selects the first implementation that supports the call. A name
+selects that implementation, or raises an error with the reason why it does not support the call. Each choice is logged
+once. [`implementations_used`] returns all of them.
 
 Verifiers run in each call. A cached choice would need the devices, dtypes and sizes of all tensors as its key, and
 reading these takes longer than the verifiers do (2 to 3 microseconds against 1 to 3), which read only what they need.
@@ -33,13 +33,13 @@ _NOT_TO_COMPILE = ("gated_delta_rule", "linear_cross_entropy")
 
 
 class Implementation(NamedTuple):
-    """`run(*args, **kwargs)` computes the op. `verify(*args, **kwargs)` returns `(ok, reason)` for the same call.
+    """`run(*args, **kwargs)` computes the op. `verify(*args, **kwargs)` returns why it cannot, or an empty string.
 
     Without a verifier, it supports every call.
     """
 
     run: Callable[..., Any]
-    verify: Callable[..., tuple[bool, str]] | None = None
+    verify: Callable[..., str] = lambda *_, **__: ""
 
 
 def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -> Callable[..., Any]:
@@ -65,11 +65,9 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
     reference_only = _why_reference_only(op, impl) if "reference" in table else ""
     refused: list[str] = []
     for name in table if impl == "auto" else (impl,):
-        verify, reason = table[name].verify, "" if name == "reference" else reference_only
-        ok = not reason
-        if ok and verify is not None:
-            ok, reason = verify(*args, **kwargs)
-        if ok:
+        reason = "" if name == "reference" else reference_only
+        reason = reason or table[name].verify(*args, **kwargs)
+        if not reason:
             # Warn on a GPU, where the reference is many times slower than any kernel.
             may_warn = name == "reference" and impl == "auto"
             ran(op, name, refused, args if may_warn else ())

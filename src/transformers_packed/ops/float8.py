@@ -19,7 +19,7 @@ Nothing else is cached. Casting a weight again for each forward and backward tak
 needs no memory, and cannot miss a change of the weight.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,24 +32,17 @@ DTYPE = torch.float8_e4m3fn
 _INFINITY = 0x7F800000
 
 
-class Shaped(Protocol):
-    """A weight, stored in any form."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-
-def verify(rows: torch.Tensor, weight: Shaped, dtype: torch.dtype) -> tuple[bool, str]:
+def verify(rows: torch.Tensor, weight: Any, dtype: torch.dtype) -> str:
     """Whether products of `rows` and `weight` can run in float8 and return `dtype`."""
     if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
-        return False, f"needs weights with multiples of {MULTIPLE} as sizes, not {tuple(weight.shape)}"
+        return f"needs weights with multiples of {MULTIPLE} as sizes, not {tuple(weight.shape)}"
     if not rows.is_cuda:
-        return True, ""
+        return ""
     if dtype != torch.bfloat16:
-        return False, f"needs bfloat16 around products in float8 (bf16=True, or a model in bfloat16), not {dtype}"
+        return f"needs bfloat16 around products in float8 (bf16=True, or a model in bfloat16), not {dtype}"
     if torch.version.hip or torch.cuda.get_device_capability(rows.device) < (8, 9):
-        return False, "needs an NVIDIA GPU of compute capability 8.9 or later for products in float8"
-    return not triton.problem(), triton.problem()
+        return "needs an NVIDIA GPU of compute capability 8.9 or later for products in float8"
+    return triton.problem()
 
 
 def product(

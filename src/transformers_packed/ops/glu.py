@@ -91,8 +91,7 @@ def _triton(gate, hidden_states, linear_weight, activation):
 
 
 def _verify_triton(gate, hidden_states, linear_weight, activation):
-    ok, reason = verify_layer(hidden_states, linear_weight)
-    return triton.verify_gated(hidden_states, gate) if ok else (ok, reason)
+    return verify_layer(hidden_states, linear_weight) or triton.verify_gated(hidden_states, gate)
 
 
 IMPLEMENTATIONS = {

@@ -58,16 +58,14 @@ def product_dtype(hidden_states: torch.Tensor, layer: torch.Tensor | Projection)
     return dtype if hidden_states.dtype == torch.float32 and casts_input else None
 
 
-def verify_layer(hidden_states: torch.Tensor, layer: torch.Tensor | Projection | None) -> tuple[bool, str]:
+def verify_layer(hidden_states: torch.Tensor, layer: torch.Tensor | Projection | None) -> str:
     """Whether a kernel that computes `hidden_states` can apply this layer to them, if there is one."""
     if layer is None:
-        return True, ""
+        return ""
     weight = as_projection(layer).weight
     if product_dtype(hidden_states, layer) != hidden_states.dtype:
-        return False, f"needs {hidden_states.dtype} for the weight too, and no autocast to another dtype"
-    return (
-        float8.verify(hidden_states, weight, hidden_states.dtype) if isinstance(weight, Float8Weight) else (True, "")
-    )
+        return f"needs {hidden_states.dtype} for the weight too, and no autocast to another dtype"
+    return float8.verify(hidden_states, weight, hidden_states.dtype) if isinstance(weight, Float8Weight) else ""
 
 
 def shared_input_linears(
@@ -117,7 +115,7 @@ def fused_linears(
     It skips the checks of each layer. On short rows, the host would take longer for them than the GPU for the layers.
     """
     name = _name(projections)
-    if is_transformed() or (name != "linear" and not _verify_fused(hidden_states, *projections)[0]):
+    if is_transformed() or (name != "linear" and _verify_fused(hidden_states, *projections)):
         return shared_input_linears(hidden_states, *projections)
     ran(name, "fused")
     return _fused(hidden_states, *projections, dtype=dtype)
@@ -173,17 +171,16 @@ def _fused(hidden_states, *projections, dtype=None):
 def _verify_fused(hidden_states, *projections):
     in_float8 = _in_float8(projections)
     if in_float8 and is_transformed():
-        return False, "does not support torch.func transforms"
+        return "does not support torch.func transforms"
     if not in_float8 and not triton.on_gpu(hidden_states):
-        return False, "needs CUDA tensors"
+        return "needs CUDA tensors"
     dtypes = {product_dtype(hidden_states, projection) for projection in projections}
     if len(dtypes) != 1 or None in dtypes:
-        return False, "needs one dtype for all products"
+        return "needs one dtype for all products"
     for weight in in_float8:
-        ok, reason = float8.verify(hidden_states, weight, *dtypes)
-        if not ok:
-            return ok, reason
-    return triton.verify(hidden_states) if any(a.dropout for p in projections for a in p.adapters) else (True, "")
+        if reason := float8.verify(hidden_states, weight, *dtypes):
+            return reason
+    return triton.verify(hidden_states) if any(a.dropout for p in projections for a in p.adapters) else ""
 
 
 class _SharedInputLinears(torch.autograd.Function):

@@ -80,7 +80,7 @@ def _triton_router(router_logits, top_k, normalize):
 
 
 def _verify_router(router_logits, top_k, normalize):
-    return triton.verify(router_logits) if normalize else (False, "supports normalized weights only")
+    return triton.verify(router_logits) if normalize else "supports normalized weights only"
 
 
 def experts(
@@ -228,25 +228,24 @@ def _triton(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, 
 
 def verify_triton(
     hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter, down_adapter, shared
-) -> tuple[bool, str]:
+) -> str:
     """Whether `impl="triton"` supports this call of [`experts`], whose index and weights may be `None`."""
-    ok, reason = triton.verify(hidden_states)
-    if not ok:
-        return ok, reason
+    if reason := triton.verify(hidden_states):
+        return reason
     # GPUs of compute capability 12 have less than half of the shared memory that the kernels use.
     if hidden_states.is_cuda and not (9, 0) <= torch.cuda.get_device_capability(hidden_states.device) < (12, 0):
-        return False, "needs a GPU of compute capability 9.0 to 11.0"
+        return "needs a GPU of compute capability 9.0 to 11.0"
     width = down_proj.shape[2]
     if hidden_states.shape[1] % 64 or width % 64:
-        return False, f"needs multiples of 64, not hidden states of {hidden_states.shape[1]} and experts of {width}"
+        return f"needs multiples of 64, not hidden states of {hidden_states.shape[1]} and experts of {width}"
     dtype = autocast_dtype(hidden_states) or gate_up_proj.dtype
     if dtype != torch.bfloat16:
-        return False, f"needs products in bfloat16, not {dtype}"
+        return f"needs products in bfloat16, not {dtype}"
     if down_proj.dtype != gate_up_proj.dtype:
-        return False, f"needs weights of one dtype, not {gate_up_proj.dtype} and {down_proj.dtype}"
+        return f"needs weights of one dtype, not {gate_up_proj.dtype} and {down_proj.dtype}"
     adapters = [adapter for adapter in (gate_up_adapter, down_adapter) if adapter is not None]
     rank = max((adapter.down.shape[1] for adapter in adapters), default=0)
-    return (False, f"supports adapters up to rank {MAX_RANK}, not {rank}") if rank > MAX_RANK else (True, "")
+    return f"supports adapters up to rank {MAX_RANK}, not {rank}" if rank > MAX_RANK else ""
 
 
 ROUTERS = {
@@ -263,6 +262,8 @@ def example(setting: Setting) -> dict[str, Call]:
     """The call of a mixture, for [`availability`]. On a GPU without the kernel, a model calls `grouped_mm`."""
     hidden, width = setting.hidden_size, setting.expert_width
     matrices = setting.zeros(1, 2 * width, hidden), setting.zeros(1, hidden, width)
-    grouped_mm = Implementation(_reference, lambda hidden_states, *_: (hidden_states.is_cuda, "needs CUDA tensors"))
+    grouped_mm = Implementation(
+        _reference, lambda hidden_states, *_: "" if hidden_states.is_cuda else "needs CUDA tensors"
+    )
     table = {"triton": EXPERTS["triton"], "grouped_mm": grouped_mm, "reference": EXPERTS["reference"]}
     return {"experts": Call(table, (setting.zeros(3, hidden), None, None, *matrices, None, None, None))}

@@ -186,11 +186,11 @@ def _triton(hidden_states, weight, eps, offset, residual, gate, linear_weight, *
 
 def _verify_triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None, **_):
     if residual is not None and torch.float64 in (hidden_states.dtype, residual.dtype):
-        return False, "supports float32, float16 and bfloat16, not torch.float64"
+        return "supports float32, float16 and bfloat16, not torch.float64"
     if hidden_states.shape[-1] > 16384:
-        return False, f"supports widths up to 16384, not {hidden_states.shape[-1]}"
-    ok, reason = verify_layer(hidden_states, linear_weight)
-    return triton.verify_gated(hidden_states, hidden_states if gate is None else gate) if ok else (ok, reason)
+        return f"supports widths up to 16384, not {hidden_states.shape[-1]}"
+    gate = hidden_states if gate is None else gate
+    return verify_layer(hidden_states, linear_weight) or triton.verify_gated(hidden_states, gate)
 
 
 IMPLEMENTATIONS = {

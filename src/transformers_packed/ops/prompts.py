@@ -70,16 +70,7 @@ class _RepeatRows(torch.autograd.Function):
 
 
 @for_rows(SharedPrompts)
-def attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    boundaries: SharedPrompts,
-    impl: str = "auto",
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
+def attention(module, query, key, value, *, boundaries: SharedPrompts, impl: str = "auto", **options):
     """[`ops.attention`] on a row with shared prompts: query `[1, H, T, D]`, key and value `[1, HKV, T, D]`."""
     if implementation_of(module) == "flex_attention":
         raise unsupported(boundaries.kind, "flex_attention", "Use sdpa.")
@@ -111,16 +102,7 @@ def _of_other_runs(module, query, key, value, runs, keys, options) -> list[torch
 
 
 @for_rows(SharedPrompts)
-def indexed_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    index: Index,
-    *,
-    boundaries: SharedPrompts,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
+def indexed_attention(module, query, key, value, index: Index, *, boundaries: SharedPrompts, **options):
     """[`ops.indexed_attention`] on a row with shared prompts: query `[1, H, T, D]`, key and value `[1, HKV, T, D]`."""
     keys, copies = boundaries.layout.keys
     key, value = (repeat_rows(x[0].transpose(0, 1), copies).transpose(0, 1)[None] for x in (key, value))
@@ -136,9 +118,7 @@ def indexed_attention(
 
 
 @for_rows(SharedPrompts)
-def causal_conv1d(
-    hidden_states: torch.Tensor, weight: torch.Tensor, *args: Any, boundaries: SharedPrompts, **options: Any
-) -> torch.Tensor:
+def causal_conv1d(hidden_states, weight, *args, boundaries: SharedPrompts, **options):
     """[`ops.causal_conv1d`] on a row with shared prompts."""
 
     def function(x, boundaries):
@@ -148,20 +128,11 @@ def causal_conv1d(
 
 
 @for_rows(SharedPrompts)
-def causal_conv1d_qkv(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = "silu",
-    *,
-    boundaries: SharedPrompts,
-    impl: str = "auto",
-    **heads: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def causal_conv1d_qkv(hidden_states, weight, bias, activation, *, boundaries: SharedPrompts, impl: str, **heads):
     """[`ops.causal_conv1d_qkv`] on a row with shared prompts."""
     layout, call, width = boundaries.layout, (weight, bias, activation), weight.shape[-1] - 1
     on_triton = impl in ("auto", "triton") and not is_transformed()
-    if width and layout.continued and on_triton and verify_triton_qkv(hidden_states, *call, **heads)[0]:
+    if width and layout.continued and on_triton and not verify_triton_qkv(hidden_states, *call, **heads):
         ran("causal_conv1d_qkv", "triton")
         x, tails = _with_copies(hidden_states[0], layout.tails(width))
         halo = tails, slots_of(layout.runs, layout.continued, width)

@@ -100,15 +100,15 @@ def _triton(query_gate, key, query_weight, key_weight, cos, sin, eps):
 def _verify(query_gate, key, query_weight, key_weight, cos, sin, eps):
     dim = key.shape[-1]
     if dim & (dim - 1) or dim > 512:
-        return False, f"needs a head dimension that is a power of two up to 512, not {dim}"
+        return f"needs a head dimension that is a power of two up to 512, not {dim}"
     if not cos.shape[-1]:
-        return False, "needs rotary channels"
+        return "needs rotary channels"
     if query_gate.dtype != key.dtype:
-        return False, f"needs one dtype, not {query_gate.dtype} and {key.dtype}"
+        return f"needs one dtype, not {query_gate.dtype} and {key.dtype}"
     if query_weight.dtype != key_weight.dtype:
-        return False, f"needs weights of one dtype, not {query_weight.dtype} and {key_weight.dtype}"
+        return f"needs weights of one dtype, not {query_weight.dtype} and {key_weight.dtype}"
     if cos.requires_grad or sin.requires_grad:
-        return False, "does not compute gradients of cos and sin"
+        return "does not compute gradients of cos and sin"
     return triton.verify(query_gate)
 
 

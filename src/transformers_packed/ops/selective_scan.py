@@ -167,10 +167,9 @@ def _triton(x, dt, A, B, C, D, dt_bias, *, boundaries):
 
 
 def _verify_triton(x, dt, A, B, C, D, dt_bias, **_):
-    ok, reason = triton.verify_all(dt, A, B, C, D, dt_bias, x)
-    if ok and B.shape[3] > 256:
-        return False, f"supports states of up to 256 numbers, not {B.shape[3]}"
-    return ok, reason
+    if B.shape[3] > 256:
+        return f"supports states of up to 256 numbers, not {B.shape[3]}"
+    return triton.verify_all(dt, A, B, C, D, dt_bias, x)
 
 
 IMPLEMENTATIONS = {

@@ -175,9 +175,9 @@ def _triton(x, dt, A, B, C, D, *, dt_bias, dt_limit, boundaries):
 
 def _verify_triton(x, dt, A, B, C, D, **_):
     if len({x.dtype, B.dtype, C.dtype}) > 1:
-        return False, f"needs one dtype of x, B and C, not {x.dtype}, {B.dtype} and {C.dtype}"
+        return f"needs one dtype of x, B and C, not {x.dtype}, {B.dtype} and {C.dtype}"
     if x.dtype == torch.float16:
-        return False, "supports float32 and bfloat16, because states overflow in float16"
+        return "supports float32 and bfloat16, because states overflow in float16"
     return triton.verify(x)
 
 

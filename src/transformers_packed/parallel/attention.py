@@ -6,7 +6,6 @@ import torch
 
 from .. import ops
 from ..boundaries import SequenceBoundaries
-from ..errors import input_error
 from ..ops.attention import (
     attention_of_last_queries,
     attention_with_earlier_keys,
@@ -14,7 +13,7 @@ from ..ops.attention import (
 )
 from ..ops.dispatch import for_rows, ran
 from .collectives import all_gather, all_to_all
-from .groups import attention_method, fits_heads
+from .groups import attention_method, check_methods
 from .shard import RowShard
 
 
@@ -29,28 +28,16 @@ class _WithGroups:
 
 
 @for_rows(RowShard)
-def attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    boundaries: RowShard,
-    dropout: float = 0.0,
-    impl: str = "auto",
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
+def attention(module, query, key, value, *, boundaries: RowShard, impl: str = "auto", **options):
     """[`ops.attention`] on a part of a row: query `[1, H, L, D]`, key and value `[1, HKV, L, D]`."""
-    shard, options["dropout"] = boundaries, dropout
+    shard = boundaries
     size, heads, kv_heads = shard.size, query.shape[1], key.shape[1]
     # With "gather", the rank after the cut of a long document has most of the work and needs a kernel for earlier
     # keys.
     gather_is_even = not shard.is_cut_in_long_pieces and kernel_for_earlier_keys(module, query, **options) is not None
     if attention_method(size, heads, kv_heads, shard.processes.attention, gather_is_even) == "gather":
         return _by_gather(shard, module, query, key, value, impl, **options), None
-    if not fits_heads(size, heads, kv_heads):
-        expected = f"{heads} query heads and {kv_heads} key heads that {size} processes can split"
-        raise input_error(expected, f"{size} processes", 'Use attention="gather".')
+    check_methods(size, "state", "heads", (heads, kv_heads), (0, 0))
     return _by_heads(shard, module, query, key, value, impl=impl, **options), None
 
 

@@ -37,6 +37,7 @@ from ..ops.backends import fla
 from ..ops.convolution import slots_of, triton_qkv, verify_triton_qkv
 from ..ops.dispatch import for_rows, ran
 from .collectives import all_gather, all_to_all, tie
+from .groups import check_methods
 from .shard import RowShard
 
 
@@ -89,28 +90,17 @@ def _with_halo(shard: RowShard, x: torch.Tensor, width: int) -> tuple[torch.Tens
 
 
 @for_rows(RowShard)
-def causal_conv1d(
-    hidden_states: torch.Tensor, weight: torch.Tensor, *args, boundaries: RowShard, **options: Any
-) -> torch.Tensor:
+def causal_conv1d(hidden_states, weight, *args, boundaries: RowShard, **options: Any):
     """[`ops.causal_conv1d`] on a part of a row."""
     x, options["boundaries"], before = _with_halo(boundaries, hidden_states, weight.shape[-1])
     return ops.causal_conv1d(x, weight, *args, **options)[:, before:]
 
 
 @for_rows(RowShard)
-def causal_conv1d_qkv(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = "silu",
-    *,
-    boundaries: RowShard,
-    impl: str = "auto",
-    **heads: Any,
-) -> tuple[torch.Tensor, ...]:
+def causal_conv1d_qkv(hidden_states, weight, bias, activation, *, boundaries: RowShard, impl: str, **heads):
     """[`ops.causal_conv1d_qkv`] on a part of a row."""
     call = weight, bias, activation
-    if impl == "auto" and verify_triton_qkv(hidden_states, *call, **heads)[0]:
+    if impl == "auto" and not verify_triton_qkv(hidden_states, *call, **heads):
         # The kernel takes the halo as a separate tensor, so neither the part nor the results are copied.
         ran("causal_conv1d_qkv", "triton")
         x, halo = _halo(boundaries, hidden_states, weight.shape[-1])
@@ -121,14 +111,7 @@ def causal_conv1d_qkv(
 
 
 @for_rows(RowShard)
-def gated_delta_rule(
-    *tensors: torch.Tensor,
-    boundaries: RowShard,
-    initial_state: None = None,
-    output_final_state: bool = False,
-    impl: str = "auto",
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
+def gated_delta_rule(*tensors, boundaries: RowShard, initial_state, output_final_state, impl: str, **options):
     """[`ops.gated_delta_rule`] of query, key, value, g and beta on a part of a row, by the method of its `parallel`."""
     shard = boundaries
     if shard.processes.gated_delta_rule == "heads":
@@ -136,21 +119,13 @@ def gated_delta_rule(
     # Assume that flash-linear-attention takes twice the time of FlashQLA per token. Then two pieces of a quarter of
     # the part each cost as much as the part, and the total equals the cost of `cp_context` for the whole part.
     whole = shard.is_cut_in_long_pieces and impl == "auto"
-    if whole and fla.verify_gated_delta_rule(*tensors, **options)[0]:
+    if whole and not fla.verify_gated_delta_rule(*tensors, **options):
         return _by_fla(shard, *tensors, **options), None
     return _by_states(ops.gated_delta_rule, shard, *tensors, impl=impl, **options), None
 
 
 @for_rows(RowShard)
-def kimi_delta_rule(
-    *tensors: torch.Tensor,
-    boundaries: RowShard,
-    a_log: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    initial_state: None = None,
-    output_final_state: bool = False,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
+def kimi_delta_rule(*tensors, boundaries: RowShard, a_log, dt_bias, initial_state, output_final_state, **options):
     """[`ops.kimi_delta_rule`] of query, key, value, g and beta on a part of a row, by the method of its `parallel`."""
     by_heads = boundaries.processes.gated_delta_rule == "heads"
     if by_heads and a_log is not None and dt_bias is not None:
@@ -161,11 +136,8 @@ def kimi_delta_rule(
 
 
 def _by_heads(rule: Callable, shard: RowShard, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-    size, group = shard.size, shard.processes.group
-    for x in tensors:
-        if x.shape[2] % size:
-            expected = f'numbers of key and value heads that are multiples of {size} for gated_delta_rule="heads"'
-            raise input_error(expected, x.shape[2], 'Use gated_delta_rule="state".')
+    group = shard.processes.group
+    check_methods(shard.size, "heads", None, (0, 0), (tensors[1].shape[2], tensors[2].shape[2]))
     whole = (all_to_all(x, 2, 1, group) for x in tensors)
     output = rule(*whole, boundaries=shard.row, **options)[0]
     return all_to_all(output, 1, 2, group)

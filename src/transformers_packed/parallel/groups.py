@@ -57,10 +57,6 @@ class SequenceParallel:
         self.gated_delta_rule = gated_delta_rule
         self.attention = attention
 
-    def check_heads(self, heads: tuple[int, int], linear_heads: tuple[int, int]) -> None:
-        """Raise a `ValueError` if a model with these heads does not support these methods."""
-        check_methods(self.size, self.gated_delta_rule, self.attention, heads, linear_heads)
-
 
 def destroy_groups(parallel: SequenceParallel) -> None:
     """Destroy the process groups of an object that is no longer used, but not the default group."""

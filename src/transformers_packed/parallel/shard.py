@@ -8,7 +8,7 @@ from zlib import crc32
 
 import torch
 
-from ..boundaries import PACKING_KEYWORDS, PARENT_KEYWORDS, PART, SequenceBoundaries, derived_property
+from ..boundaries import PACKING_KEYWORDS, PART, SequenceBoundaries, derived_property
 from ..errors import input_error, unsupported
 from ..ops.cross_entropy import shift_labels
 from .collectives import all_gather
@@ -247,7 +247,7 @@ def _settled(batch: dict[str, Any]) -> tuple[dict[str, Any], SequenceBoundaries]
     if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or len(tokens) != 1:
         got = "none" if tokens is None else f"shape {tuple(tokens.shape)}"
         raise input_error("input_ids [1, T] of one packed row", got, "Use DataCollatorWithFlattening.")
-    if any(batch.get(name) is not None for name in PARENT_KEYWORDS):
+    if batch.get("parent_of") is not None:
         fix = "Train without sequence parallelism, or without shared prompts."
         raise unsupported("sequence parallelism", "shared prompts (parent_of)", fix)
     row = SequenceBoundaries.from_kwargs({name: batch.get(name) for name in PACKING_KEYWORDS}, tokens.shape[1])

@@ -14,6 +14,7 @@ from transformers.processing_utils import Unpack
 from ...boundaries import SequenceBoundaries
 from ...errors import input_error
 from ...ops import attention, causal_conv1d_qkv, gated_rms_norm, glu, kimi_delta_rule, rms_norm
+from ...ops.attention import options_of_layer
 from ..experts import run_experts
 from ..inputs import PackingKwargs
 from ..outputs import LanguageModelMixin
@@ -144,7 +145,7 @@ class BailingHybridAttention(builtin.BailingHybridAttention):
         self, query, latent, shared, attention_mask, cache: Cache | None, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output `[B, T, H, V]` and the weights of attention, whose keys and values are made of latents."""
-        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, query.shape[2])
+        options = options_of_layer(self, builtin.eager_attention_forward, kwargs, query.shape[2])
         # The cache has the latents.
         if cache is not None:
             latent, shared = cache.update(latent, shared, self.layer_idx)
@@ -153,17 +154,7 @@ class BailingHybridAttention(builtin.BailingHybridAttention):
         expanded = expanded.unflatten(-1, (-1, sum(sizes))).transpose(1, 2)
         key, value = expanded.split(sizes, dim=-1)
         key = torch.cat([key, shared.expand(-1, key.shape[1], -1, -1)], dim=-1)
-        return attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            eager=builtin.eager_attention_forward,
-            scaling=self.scaling,
-            dropout=float(self.attention_dropout or 0) if self.training else 0.0,
-            **(kwargs | {"boundaries": boundaries}),
-        )
+        return attention(self, query, key, value, attention_mask, **options)
 
     @takes_cache(CACHE)
     def forward(
@@ -271,6 +262,3 @@ class BailingHybridModel(PackedTextModelMixin, builtin.BailingHybridModel):
 @replaces_builtin
 class BailingHybridForCausalLM(LanguageModelMixin, builtin.BailingHybridForCausalLM):
     pass
-
-
-__all__ = ["BailingHybridForCausalLM", "BailingHybridModel"]

@@ -98,6 +98,3 @@ class BailingHybridModel(KimiLinearModel):
 
 class BailingHybridForCausalLM(KimiLinearForCausalLM):
     pass
-
-
-__all__ = ["BailingHybridForCausalLM", "BailingHybridModel"]

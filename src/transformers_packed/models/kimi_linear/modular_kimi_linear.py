@@ -7,8 +7,8 @@ from transformers.cache_utils import Cache
 from transformers.models.kimi_linear import modeling_kimi_linear as builtin
 from transformers.processing_utils import Unpack
 
-from ...boundaries import SequenceBoundaries
 from ...ops import attention, gated_rms_norm, kimi_delta_rule, rms_norm
+from ...ops.attention import options_of_layer
 from ..experts import run_experts
 from ..inputs import PackingKwargs
 from ..projections import gate_and_project, project
@@ -79,7 +79,7 @@ class KimiLinearAttention(builtin.KimiLinearAttention):
         self, query, latent, shared, attention_mask, cache: Cache | None, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output `[B, T, H, V]` and the weights of attention, whose keys and values are made of latents."""
-        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, query.shape[2])
+        options = options_of_layer(self, builtin.eager_attention_forward, kwargs, query.shape[2])
         # The cache has the latents.
         if cache is not None:
             latent, shared = cache.update(latent, shared, self.layer_idx)
@@ -88,17 +88,7 @@ class KimiLinearAttention(builtin.KimiLinearAttention):
         expanded = expanded.unflatten(-1, (-1, sum(sizes))).transpose(1, 2)
         key, value = expanded.split(sizes, dim=-1)
         key = torch.cat([key, shared.expand(-1, key.shape[1], -1, -1)], dim=-1)
-        return attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            eager=builtin.eager_attention_forward,
-            scaling=self.scaling,
-            dropout=float(self.attention_dropout or 0) if self.training else 0.0,
-            **(kwargs | {"boundaries": boundaries}),
-        )
+        return attention(self, query, key, value, attention_mask, **options)
 
     @takes_cache(CACHE)
     def forward(
@@ -178,6 +168,3 @@ class KimiLinearModel(PackedTextModelMixin, builtin.KimiLinearModel):
 
 class KimiLinearForCausalLM(Qwen3NextForCausalLM):
     pass
-
-
-__all__ = ["KimiLinearForCausalLM", "KimiLinearModel"]

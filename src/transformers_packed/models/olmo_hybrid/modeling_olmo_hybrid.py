@@ -14,6 +14,7 @@ from transformers.processing_utils import Unpack
 from ...boundaries import SequenceBoundaries
 from ...errors import input_error
 from ...ops import attention, causal_conv1d_qkv, gated_delta_gates, gated_delta_rule, gated_rms_norm, glu, rms_norm
+from ...ops.attention import options_of_layer
 from ..inputs import PackingKwargs
 from ..outputs import LanguageModelMixin
 from ..projections import gate_and_project, project, to_fuse
@@ -119,7 +120,7 @@ class OlmoHybridAttention(builtin.OlmoHybridAttention):
         cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+        options = options_of_layer(self, builtin.eager_attention_forward, kwargs, hidden_states.shape[1])
         query, key, value = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (
             x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (self.q_norm(query), self.k_norm(key), value)
@@ -128,17 +129,7 @@ class OlmoHybridAttention(builtin.OlmoHybridAttention):
             query, key = builtin.apply_rotary_pos_emb(query, key, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        output, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            eager=builtin.eager_attention_forward,
-            scaling=self.scaling,
-            dropout=float(self.attention_dropout or 0) if self.training else 0.0,
-            **(kwargs | {"boundaries": boundaries}),
-        )
+        output, weights = attention(self, query, key, value, attention_mask, **options)
         return project(output.flatten(2), self.o_proj)[0], weights
 
 
@@ -195,6 +186,3 @@ class OlmoHybridModel(PackedTextModelMixin, builtin.OlmoHybridModel):
 @replaces_builtin
 class OlmoHybridForCausalLM(LanguageModelMixin, builtin.OlmoHybridForCausalLM):
     pass
-
-
-__all__ = ["OlmoHybridForCausalLM", "OlmoHybridModel"]

@@ -5,8 +5,8 @@ from transformers.cache_utils import Cache
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid as builtin
 from transformers.processing_utils import Unpack
 
-from ...boundaries import SequenceBoundaries
 from ...ops import attention, gated_delta_gates
+from ...ops.attention import options_of_layer
 from ..inputs import PackingKwargs
 from ..kimi_linear.modular_kimi_linear import KimiLinearRMSNorm
 from ..projections import gate_and_project, project
@@ -47,7 +47,7 @@ class OlmoHybridAttention(builtin.OlmoHybridAttention):
         cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+        options = options_of_layer(self, builtin.eager_attention_forward, kwargs, hidden_states.shape[1])
         query, key, value = project(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (
             x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (self.q_norm(query), self.k_norm(key), value)
@@ -56,17 +56,7 @@ class OlmoHybridAttention(builtin.OlmoHybridAttention):
             query, key = builtin.apply_rotary_pos_emb(query, key, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        output, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            eager=builtin.eager_attention_forward,
-            scaling=self.scaling,
-            dropout=float(self.attention_dropout or 0) if self.training else 0.0,
-            **(kwargs | {"boundaries": boundaries}),
-        )
+        output, weights = attention(self, query, key, value, attention_mask, **options)
         return project(output.flatten(2), self.o_proj)[0], weights
 
 
@@ -111,6 +101,3 @@ class OlmoHybridModel(PackedTextModelMixin, builtin.OlmoHybridModel):
 
 class OlmoHybridForCausalLM(Qwen3NextForCausalLM):
     pass
-
-
-__all__ = ["OlmoHybridForCausalLM", "OlmoHybridModel"]

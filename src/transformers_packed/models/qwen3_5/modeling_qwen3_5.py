@@ -24,6 +24,7 @@ from ...ops import (
     qk_norm_rope,
     rms_norm,
 )
+from ...ops.attention import options_of_layer
 from ..cuda_graphs import LayerGraphs
 from ..inputs import PackingKwargs, without_packing
 from ..outputs import DocumentClassifierMixin, LanguageModelMixin
@@ -147,12 +148,6 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
             query, key = builtin.apply_rotary_pos_emb(query, key, cos, sin)
         return query, key, value, gate
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of [`attention`] that the layer sets."""
-        dropout = self.attention_dropout if self.training else 0.0
-        return {"eager": builtin.eager_attention_forward, "scaling": self.scaling, "dropout": dropout}
-
     def finish(self, output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Apply the gate and the output layer to `[B, T, H, dim]`."""
         gate, output = gate.flatten(2), output.flatten(2)
@@ -167,11 +162,10 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
         cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+        options = options_of_layer(self, builtin.eager_attention_forward, kwargs, hidden_states.shape[1])
         query, key, value, gate = self.project(hidden_states, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        options = self.options | dict(kwargs) | {"boundaries": boundaries}
         output, weights = attention(self, query, key, value, attention_mask, **options)
         return self.finish(output, gate), weights
 
@@ -213,22 +207,12 @@ class Qwen3_5DecoderLayer(builtin.Qwen3_5DecoderLayer):
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
         hidden_states, residual = norm_of_stream(self.input_layernorm, Qwen3_5RMSNorm, hidden_states)
+        options: dict[str, Any] = {"attention_mask": attention_mask, **kwargs}
         if self.block_type == "linear_attention":
-            hidden_states = self.linear_attn(
-                hidden_states=hidden_states,
-                attention_mask=attention_mask,
-                **{LINEAR_CACHE: cache},
-                **kwargs,
-            )
+            hidden_states = self.linear_attn(hidden_states=hidden_states, **{LINEAR_CACHE: cache}, **options)
         else:
-            hidden_states, _ = self.self_attn(
-                hidden_states=hidden_states,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                position_embeddings=position_embeddings,
-                **{CACHE: cache},
-                **kwargs,
-            )
+            options |= {"position_ids": position_ids, "position_embeddings": position_embeddings, CACHE: cache}
+            hidden_states, _ = self.self_attn(hidden_states=hidden_states, **options)
         norm = self.post_attention_layernorm
         hidden_states, residual = norm_of_stream(norm, Qwen3_5RMSNorm, hidden_states, residual)
         hidden_states = self.mlp(hidden_states)
@@ -261,30 +245,13 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         outputs = super().get_video_features(*args, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
-    @takes_cache(CACHE)
-    def compute_3d_position_ids(
-        self,
-        input_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
-        image_grid_thw: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        cache: torch.Tensor | None = None,
-        mm_token_type_ids: torch.IntTensor | None = None,
-    ) -> torch.Tensor | None:
+    @wraps(builtin.Qwen3_5Model.compute_3d_position_ids)
+    def compute_3d_position_ids(self, *args, attention_mask=None, **kwargs):
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             # The stock method fails on a row without real tokens, so treat its first token as real.
             first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
             attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
-        return super().compute_3d_position_ids(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            attention_mask=attention_mask,
-            mm_token_type_ids=mm_token_type_ids,
-            **{CACHE: cache},
-        )
+        return super().compute_3d_position_ids(*args, attention_mask=attention_mask, **kwargs)
 
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
         if boundaries is not None:
@@ -316,14 +283,3 @@ class Qwen3_5ForSequenceClassification(DocumentClassifierMixin, builtin.Qwen3_5F
 @replaces_builtin
 class Qwen3_5ForTokenClassification(PackedModelMixin, builtin.Qwen3_5ForTokenClassification):
     pass
-
-
-__all__ = [
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5ForSequenceClassification",
-    "Qwen3_5ForTokenClassification",
-    "Qwen3_5Model",
-    "Qwen3_5TextForSequenceClassification",
-    "Qwen3_5TextModel",
-]

@@ -25,7 +25,6 @@ from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextRMSNormGated,
 )
 from ..replacements import replaces_builtin
-from ..versions import CACHE, takes_cache
 from ..vision import features_of_tokens, packed_position_ids
 
 
@@ -77,30 +76,13 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         outputs = super().get_video_features(*args, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
-    @takes_cache(CACHE)
-    def compute_3d_position_ids(
-        self,
-        input_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
-        image_grid_thw: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        cache: torch.Tensor | None = None,
-        mm_token_type_ids: torch.IntTensor | None = None,
-    ) -> torch.Tensor | None:
+    @wraps(builtin.Qwen3_5Model.compute_3d_position_ids)
+    def compute_3d_position_ids(self, *args, attention_mask=None, **kwargs):
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             # The stock method fails on a row without real tokens, so treat its first token as real.
             first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
             attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
-        return super().compute_3d_position_ids(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            attention_mask=attention_mask,
-            mm_token_type_ids=mm_token_type_ids,
-            **{CACHE: cache},
-        )
+        return super().compute_3d_position_ids(*args, attention_mask=attention_mask, **kwargs)
 
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
         if boundaries is not None:
@@ -129,14 +111,3 @@ class Qwen3_5ForSequenceClassification(Qwen3NextForSequenceClassification):
 
 class Qwen3_5ForTokenClassification(Qwen3NextForTokenClassification):
     pass
-
-
-__all__ = [
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5ForSequenceClassification",
-    "Qwen3_5ForTokenClassification",
-    "Qwen3_5Model",
-    "Qwen3_5TextForSequenceClassification",
-    "Qwen3_5TextModel",
-]

@@ -63,11 +63,3 @@ class Qwen3_5MoeModel(Qwen3_5Model):
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5ForConditionalGeneration):
     pass
-
-
-__all__ = [
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
-    "Qwen3_5MoeModel",
-    "Qwen3_5MoeTextModel",
-]

@@ -26,6 +26,7 @@ from ...ops import (
     qk_norm_rope,
     rms_norm,
 )
+from ...ops.attention import options_of_layer
 from ..cuda_graphs import LayerGraphs
 from ..experts import run_experts
 from ..inputs import PackingKwargs
@@ -150,12 +151,6 @@ class Qwen3NextAttention(builtin.Qwen3NextAttention):
             query, key = builtin.apply_rotary_pos_emb(query, key, cos, sin)
         return query, key, value, gate
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of [`attention`] that the layer sets."""
-        dropout = self.attention_dropout if self.training else 0.0
-        return {"eager": builtin.eager_attention_forward, "scaling": self.scaling, "dropout": dropout}
-
     def finish(self, output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Apply the gate and the output layer to `[B, T, H, dim]`."""
         gate, output = gate.flatten(2), output.flatten(2)
@@ -170,11 +165,10 @@ class Qwen3NextAttention(builtin.Qwen3NextAttention):
         cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+        options = options_of_layer(self, builtin.eager_attention_forward, kwargs, hidden_states.shape[1])
         query, key, value, gate = self.project(hidden_states, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        options = self.options | dict(kwargs) | {"boundaries": boundaries}
         output, weights = attention(self, query, key, value, attention_mask, **options)
         return self.finish(output, gate), weights
 
@@ -254,22 +248,12 @@ class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
         hidden_states, residual = norm_of_stream(self.input_layernorm, Qwen3NextRMSNorm, hidden_states)
+        options: dict[str, Any] = {"attention_mask": attention_mask, **kwargs}
         if self.block_type == "linear_attention":
-            hidden_states = self.linear_attn(
-                hidden_states=hidden_states,
-                attention_mask=attention_mask,
-                **{LINEAR_CACHE: cache},
-                **kwargs,
-            )
+            hidden_states = self.linear_attn(hidden_states=hidden_states, **{LINEAR_CACHE: cache}, **options)
         else:
-            hidden_states, _ = self.self_attn(
-                hidden_states=hidden_states,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                position_embeddings=position_embeddings,
-                **{CACHE: cache},
-                **kwargs,
-            )
+            options |= {"position_ids": position_ids, "position_embeddings": position_embeddings, CACHE: cache}
+            hidden_states, _ = self.self_attn(hidden_states=hidden_states, **options)
         norm = self.post_attention_layernorm
         hidden_states, residual = norm_of_stream(norm, Qwen3NextRMSNorm, hidden_states, residual)
         hidden_states = self.mlp(hidden_states)
@@ -310,12 +294,3 @@ class Qwen3NextForQuestionAnswering(PackedModelMixin, builtin.Qwen3NextForQuesti
             raise input_error(expected, got, "Use a padded batch for question answering.")
         # The loss covers all tokens of a row, so the values at padding matter.
         return super().forward(**{**inputs, "packs_padding": False})
-
-
-__all__ = [
-    "Qwen3NextForCausalLM",
-    "Qwen3NextForQuestionAnswering",
-    "Qwen3NextForSequenceClassification",
-    "Qwen3NextForTokenClassification",
-    "Qwen3NextModel",
-]

@@ -28,6 +28,7 @@ from ...ops import (
     qk_norm_rope,
     rms_norm,
 )
+from ...ops.attention import options_of_layer
 from ...ops.contexts import with_contexts
 from ...ops.indexed_attention import Index, choose_blocks, indexed_attention, needs_index, tokens_of_blocks
 from ...ops.streams import add_to_streams, mix_streams, stream_gates
@@ -250,12 +251,6 @@ class Qwen4ExpTextAttention(builtin.Qwen4ExpTextAttention):
             query, key = builtin.apply_rotary_pos_emb(query, key, cos, sin)
         return query, key, value, gate
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of [`attention`] that the layer sets."""
-        dropout = self.attention_dropout if self.training else 0.0
-        return {"eager": builtin.eager_attention_forward, "scaling": self.scaling, "dropout": dropout}
-
     def finish(self, output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Apply the gate and the output layer to `[B, T, H, dim]`."""
         gate, output = gate.flatten(2), output.flatten(2)
@@ -272,9 +267,10 @@ class Qwen4ExpTextAttention(builtin.Qwen4ExpTextAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if gathers_weights(self.indexer):
             raise input_error(*INDEXER_UNDER_ZERO_3)
-        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
-        # With a cache, these are the positions of its tokens too.
         length = hidden_states.shape[1]
+        options = options_of_layer(self, builtin.eager_attention_forward, kwargs, length)
+        boundaries = options["boundaries"]
+        # With a cache, these are the positions of its tokens too.
         query, key, value, gate = self.project(hidden_states, *(x[:, -length:] for x in position_embeddings))
         if boundaries is None and attention_mask is not None:
             chosen = self.indexer(hidden_states, position_embeddings, attention_mask, cache)
@@ -283,7 +279,6 @@ class Qwen4ExpTextAttention(builtin.Qwen4ExpTextAttention):
             attention_mask = attention_mask.masked_fill(~chosen, blocked)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        options = self.options | dict(kwargs) | {"boundaries": boundaries}
         indexer: Any = self.indexer
         if boundaries is not None and needs_index(boundaries, **indexer.sizes):
             index = indexer.index(hidden_states, *position_embeddings)
@@ -395,21 +390,6 @@ class Qwen4ExpTextPLELayer(builtin.Qwen4ExpTextPLELayer):
         weight = F.pad(self.conv1d.weight.transpose(1, 2), (0, dilation - 1)).flatten(1)[:, :width]
         return causal_conv1d(hidden_states, weight, None, "silu", boundaries=boundaries)
 
-    @takes_cache(CACHE)
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        input_ids: torch.Tensor,
-        cache: Cache | None,
-        conv_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return what the n-grams add to the streams `[B, T, streams * hidden]`.
-
-        The stock forward passes what it gets as the cache to the two parts that read earlier tokens. In a packed row, these
-        are the boundaries.
-        """
-        return super().forward(hidden_states, input_ids, cache, conv_mask)
-
 
 @replaces_builtin
 class Qwen4ExpTextDecoderLayer(builtin.Qwen4ExpTextDecoderLayer):
@@ -426,6 +406,7 @@ class Qwen4ExpTextDecoderLayer(builtin.Qwen4ExpTextDecoderLayer):
     ) -> torch.Tensor:
         if self.ple is not None:
             boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+            # The stock layer passes what it gets as the cache to the two parts that read earlier tokens.
             earlier: Any = cache if boundaries is None else boundaries
             hidden_states = hidden_states + self.ple(hidden_states, ple_input_ids, earlier, conv_mask=conv_mask)
 
@@ -472,30 +453,13 @@ class Qwen4ExpModel(PackedModelMixin, builtin.Qwen4ExpModel):
         outputs = super().get_video_features(*args, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
-    @takes_cache(CACHE)
-    def compute_3d_position_ids(
-        self,
-        input_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
-        image_grid_thw: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        cache: torch.Tensor | None = None,
-        mm_token_type_ids: torch.IntTensor | None = None,
-    ) -> torch.Tensor | None:
+    @wraps(builtin.Qwen4ExpModel.compute_3d_position_ids)
+    def compute_3d_position_ids(self, *args, attention_mask=None, **kwargs):
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             # The stock method fails on a row without real tokens, so treat its first token as real.
             first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
             attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
-        return super().compute_3d_position_ids(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            attention_mask=attention_mask,
-            mm_token_type_ids=mm_token_type_ids,
-            **{CACHE: cache},
-        )
+        return super().compute_3d_position_ids(*args, attention_mask=attention_mask, **kwargs)
 
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
         if boundaries is not None:
@@ -514,11 +478,3 @@ class Qwen4ExpModel(PackedModelMixin, builtin.Qwen4ExpModel):
 @replaces_builtin
 class Qwen4ExpForConditionalGeneration(LanguageModelMixin, builtin.Qwen4ExpForConditionalGeneration):
     _supports_flex_attn = False
-
-
-__all__ = [
-    "Qwen4ExpForCausalLM",
-    "Qwen4ExpForConditionalGeneration",
-    "Qwen4ExpModel",
-    "Qwen4ExpTextModel",
-]

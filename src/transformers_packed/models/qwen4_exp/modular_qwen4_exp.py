@@ -11,6 +11,7 @@ from transformers.processing_utils import Unpack
 from ...boundaries import SequenceBoundaries
 from ...errors import input_error
 from ...ops import attention, causal_conv1d, gated_rms_norm, per_document, rms_norm
+from ...ops.attention import options_of_layer
 from ...ops.contexts import with_contexts
 from ...ops.indexed_attention import (
     Index,
@@ -150,9 +151,10 @@ class Qwen4ExpTextAttention(Qwen3NextAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if gathers_weights(self.indexer):
             raise input_error(*INDEXER_UNDER_ZERO_3)
-        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
-        # With a cache, these are the positions of its tokens too.
         length = hidden_states.shape[1]
+        options = options_of_layer(self, builtin.eager_attention_forward, kwargs, length)
+        boundaries = options["boundaries"]
+        # With a cache, these are the positions of its tokens too.
         query, key, value, gate = self.project(hidden_states, *(x[:, -length:] for x in position_embeddings))
         if boundaries is None and attention_mask is not None:
             chosen = self.indexer(hidden_states, position_embeddings, attention_mask, cache)
@@ -161,7 +163,6 @@ class Qwen4ExpTextAttention(Qwen3NextAttention):
             attention_mask = attention_mask.masked_fill(~chosen, blocked)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        options = self.options | dict(kwargs) | {"boundaries": boundaries}
         indexer: Any = self.indexer
         if boundaries is not None and needs_index(boundaries, **indexer.sizes):
             index = indexer.index(hidden_states, *position_embeddings)
@@ -238,21 +239,6 @@ class Qwen4ExpTextPLELayer(builtin.Qwen4ExpTextPLELayer):
         weight = F.pad(self.conv1d.weight.transpose(1, 2), (0, dilation - 1)).flatten(1)[:, :width]
         return causal_conv1d(hidden_states, weight, None, "silu", boundaries=boundaries)
 
-    @takes_cache(CACHE)
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        input_ids: torch.Tensor,
-        cache: Cache | None,
-        conv_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return what the n-grams add to the streams `[B, T, streams * hidden]`.
-
-        The stock forward passes what it gets as the cache to the two parts that read earlier tokens. In a packed row, these
-        are the boundaries.
-        """
-        return super().forward(hidden_states, input_ids, cache, conv_mask)
-
 
 @replaces_builtin
 class Qwen4ExpTextDecoderLayer(builtin.Qwen4ExpTextDecoderLayer):
@@ -269,6 +255,7 @@ class Qwen4ExpTextDecoderLayer(builtin.Qwen4ExpTextDecoderLayer):
     ) -> torch.Tensor:
         if self.ple is not None:
             boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+            # The stock layer passes what it gets as the cache to the two parts that read earlier tokens.
             earlier: Any = cache if boundaries is None else boundaries
             hidden_states = hidden_states + self.ple(hidden_states, ple_input_ids, earlier, conv_mask=conv_mask)
 
@@ -310,11 +297,3 @@ class Qwen4ExpModel(Qwen3_5Model):
 @replaces_builtin
 class Qwen4ExpForConditionalGeneration(LanguageModelMixin, builtin.Qwen4ExpForConditionalGeneration):
     _supports_flex_attn = False
-
-
-__all__ = [
-    "Qwen4ExpForCausalLM",
-    "Qwen4ExpForConditionalGeneration",
-    "Qwen4ExpModel",
-    "Qwen4ExpTextModel",
-]

@@ -20,18 +20,18 @@ def threads_of_this_process() -> int:
 
 
 @lru_cache
-def importable(module: str, package: str) -> tuple[bool, str]:
-    found = importlib.util.find_spec(module) is not None
-    return found, "" if found else f"is not installed (pip install {package})"
+def importable(module: str, package: str) -> str:
+    return "" if importlib.util.find_spec(module) else f"is not installed (pip install {package})"
 
 
-def verify_convolution(hidden_states: torch.Tensor, activation: str | None) -> tuple[bool, str]:
+def verify_convolution(hidden_states: torch.Tensor, activation: str | None) -> str:
     """Check the common requirements of all convolution kernels."""
     if not hidden_states.is_cuda:
-        return False, "needs CUDA tensors"
+        return "needs CUDA tensors"
     if hidden_states.dtype == torch.float64:
-        return False, "does not support float64"
-    return activation in (None, "silu", "swish"), f"supports the activations silu and swish, not {activation}"
+        return "does not support float64"
+    known = activation in (None, "silu", "swish")
+    return "" if known else f"supports the activations silu and swish, not {activation}"
 
 
 def chunk_indices(boundaries: SequenceBoundaries) -> torch.Tensor:

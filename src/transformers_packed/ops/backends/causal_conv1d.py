@@ -13,10 +13,9 @@ def causal_conv1d(hidden_states, weight, bias, activation, *, boundaries):
 
 
 def verify_causal_conv1d(hidden_states, weight, bias, activation, **options):
-    ok, reason = verify_convolution(hidden_states, activation)
-    if not ok:
-        return ok, reason
+    if reason := verify_convolution(hidden_states, activation):
+        return reason
     channels, width = weight.shape
     if channels % 8 or not 2 <= width <= 4:
-        return False, f"needs a multiple of 8 channels and a width of 2 to 4, not {channels} and {width}"
+        return f"needs a multiple of 8 channels and a width of 2 to 4, not {channels} and {width}"
     return importable("causal_conv1d", "causal-conv1d")

@@ -27,12 +27,9 @@ def gated_delta_rule(query, key, value, g, beta, *, boundaries, initial_state, *
 
 
 def verify_gated_delta_rule(query, key, value, g, beta, *, initial_state=None, **options):
-    if reason := _problem_of_heads(query, key, value):
-        return False, reason
-    ok, reason = importable("fla", "flash-linear-attention")
-    if ok and _needs_backward(query, key, value, g, beta, initial_state):
-        reason = _backward_problem()
-    return not reason, reason
+    reason = _problem_of_heads(query, key, value) or importable("fla", "flash-linear-attention")
+    trains = _needs_backward(query, key, value, g, beta, initial_state)
+    return _backward_problem() if trains and not reason else reason
 
 
 def kimi_delta_rule(query, key, value, g, beta, *, a_log, dt_bias, lower_bound, boundaries, initial_state, **options):
@@ -76,15 +73,13 @@ def _finding_chunks_once(row: SequenceBoundaries) -> Iterator[None]:
 
 def verify_kimi_delta_rule(query, key, value, g, beta, *, lower_bound=None, boundaries=None, **options):
     if reason := _problem_of_heads(query, key, value):
-        return False, reason
+        return reason
     if lower_bound is not None and lower_bound < -5:
-        return False, f"supports lower bounds from -5, not {lower_bound}"
+        return f"supports lower bounds from -5, not {lower_bound}"
     if isinstance(boundaries, DeviceBoundaries):
-        return False, "was not tested on rows whose lengths are on the GPU alone"
-    ok, reason = importable("fla", "flash-linear-attention")
-    if ok and boundaries is not None:
-        reason = _row_problem()
-    return not reason, reason
+        return "was not tested on rows whose lengths are on the GPU alone"
+    reason = importable("fla", "flash-linear-attention")
+    return _row_problem() if boundaries is not None and not reason else reason
 
 
 def _problem_of_heads(query, key, value) -> str:
@@ -117,8 +112,7 @@ def causal_conv1d(hidden_states, weight, bias, activation, *, boundaries):
 
 
 def verify_causal_conv1d(hidden_states, weight, bias, activation, **options):
-    ok, reason = verify_convolution(hidden_states, activation)
-    return importable("fla", "flash-linear-attention") if ok else (ok, reason)
+    return verify_convolution(hidden_states, activation) or importable("fla", "flash-linear-attention")
 
 
 def _boundaries(boundaries: SequenceBoundaries | None) -> dict[str, torch.Tensor]:

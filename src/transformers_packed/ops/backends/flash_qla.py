@@ -35,18 +35,18 @@ def verify_gated_delta_rule(
     query, key, value, g, beta, *, boundaries=None, initial_state=None, output_final_state=False, **options
 ):
     if not query.is_cuda:
-        return False, "needs CUDA tensors"
+        return "needs CUDA tensors"
     if query.dtype not in (torch.float16, torch.bfloat16) or not query.dtype == key.dtype == value.dtype:
-        return False, f"needs query, key and value in float16 or in bfloat16, not {query.dtype}"
+        return f"needs query, key and value in float16 or in bfloat16, not {query.dtype}"
     if not takes_heads(key.shape[-1], value.shape[-1]):
-        return False, f"needs head dimensions of 128, not {key.shape[-1]} and {value.shape[-1]}"
+        return f"needs head dimensions of 128, not {key.shape[-1]} and {value.shape[-1]}"
     if boundaries is None and (initial_state is not None or output_final_state):
-        return False, "is used only for packed rows if there are states"
+        return "is used only for packed rows if there are states"
     if torch.cuda.get_device_capability(query.device) not in ((9, 0), (10, 0), (10, 3)):
-        return False, "needs a GPU of compute capability 9.0, 10.0 or 10.3"
+        return "needs a GPU of compute capability 9.0, 10.0 or 10.3"
     if not _problem() and isinstance(boundaries, DeviceBoundaries) and not _knows_metadata():
-        return False, "prepares rows in another way than version 0.1.3, which CUDA graphs need"
-    return not _problem(), _problem()
+        return "prepares rows in another way than version 0.1.3, which CUDA graphs need"
+    return _problem()
 
 
 def takes_heads(key_dim: int, value_dim: int) -> bool:
@@ -63,7 +63,7 @@ def start_compiling(
     # As the gates of a layer.
     beta = torch.zeros(1, 1, heads, dtype=dtype, device=device)
     row = key, key, value, beta.float(), beta
-    if not verify_gated_delta_rule(*row)[0]:
+    if verify_gated_delta_rule(*row):
         return None
     return start_threads(*row, cu_seqlens=torch.arange(2, dtype=torch.int32, device=device))
 

@@ -16,7 +16,7 @@ def ssd(x, dt, a, b, c, d, *, dt_bias, dt_limit, boundaries):
 
 def verify_ssd(x, *_, **options):
     if not x.is_cuda:
-        return False, "needs CUDA tensors"
+        return "needs CUDA tensors"
     if x.dtype == torch.float64:
-        return False, "does not support float64"
+        return "does not support float64"
     return importable("mamba_ssm", "mamba-ssm")

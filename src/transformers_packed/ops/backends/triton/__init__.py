@@ -24,25 +24,25 @@ def problem() -> str:
     return "is untested on AMD GPUs" if torch.version.hip else ""
 
 
-def verify(tensor: torch.Tensor, *others) -> tuple[bool, str]:
+def verify(tensor: torch.Tensor, *others) -> str:
     """Whether these kernels support a tensor."""
     if not on_gpu(tensor):
-        return False, "needs CUDA tensors"
+        return "needs CUDA tensors"
     if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return False, f"supports float32, float16 and bfloat16, not {tensor.dtype}"
-    return not problem(), problem()
+        return f"supports float32, float16 and bfloat16, not {tensor.dtype}"
+    return problem()
 
 
-def verify_all(*tensors: torch.Tensor) -> tuple[bool, str]:
+def verify_all(*tensors: torch.Tensor) -> str:
     """Whether these kernels support all of the tensors."""
-    return next((found for found in map(verify, tensors) if not found[0]), (True, ""))
+    return next(filter(None, map(verify, tensors)), "")
 
 
-def verify_gated(hidden_states: torch.Tensor, gate: torch.Tensor) -> tuple[bool, str]:
+def verify_gated(hidden_states: torch.Tensor, gate: torch.Tensor) -> str:
     """Whether a kernel supports a tensor and its gate."""
     # An adapter on one of the two projections may return another dtype.
     if gate.dtype != hidden_states.dtype:
-        return False, f"needs one dtype, not {hidden_states.dtype} and {gate.dtype}"
+        return f"needs one dtype, not {hidden_states.dtype} and {gate.dtype}"
     return verify(hidden_states)
 
 

@@ -443,10 +443,6 @@ def _either(quantized, *weights):
     return [x if q is None else q for q, x in zip(quantized, weights, strict=True)]
 
 
-def _zeros_like(inputs, wanted):
-    return tuple(torch.zeros_like(x) if w else None for x, w in zip(inputs, wanted, strict=True))
-
-
 def _shared_gradients(dy, shared, gate):
     """Return the gradients of the shared expert's output and of its gate."""
     d_shared, d_gate, n = torch.empty_like(shared), torch.empty_like(gate), shared.shape[1]
@@ -490,7 +486,8 @@ class Experts(torch.autograd.Function):
         for_matrices = ctx.needs_input_grad[8:]
         if order is None:
             inputs = x.to(ctx.like), None, weights, gate_up, down, shared, gate, None, *matrices
-            return _zeros_like(inputs, ctx.needs_input_grad)
+            wanted = zip(inputs, ctx.needs_input_grad, strict=True)
+            return tuple(torch.zeros_like(x) if for_x else None for x, for_x in wanted)
         dx = d_gate_up = d_down = None
         found = [None] * 4
         d_shared, d_gate = _shared_gradients(dy, shared, gate) if any(for_shared) else (None, None)
