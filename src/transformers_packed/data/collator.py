@@ -14,7 +14,7 @@ from ..models.families import families_of
 from ..models.family import Own
 from ..models.registry import cache_warning, has_our_classes, transformers_model
 from ..models.verdict import cache_setting, complain, judge
-from ..models.vision import packed_mrope_position_ids
+from ..models.vision import packed_position_ids
 from ..shared_prompts import SharedPrompts
 from .samples import (
     IGNORED_LABEL,
@@ -300,9 +300,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 batch[name] = to_tensor(torch.cat(parts))
         if self.config is not None and self.return_position_ids and not batch.keys().isdisjoint(VISION_GRIDS):
             names = ("input_ids", TOKEN_TYPES, *VISION_GRIDS)
-            columns = {name: torch.as_tensor(batch[name]) if name in batch else None for name in names}
+            columns = {name: torch.as_tensor(batch[name]) for name in names if name in batch}
             boundaries = SequenceBoundaries.from_lengths(lengths)
-            batch["position_ids"] = to_tensor(packed_mrope_position_ids(self.config, boundaries, **columns))
+            batch["position_ids"] = to_tensor(packed_position_ids(self.config, boundaries, columns))
         return batch
 
     def _check_marks(self, documents: int) -> None:

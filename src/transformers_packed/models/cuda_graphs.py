@@ -216,9 +216,6 @@ class LayerGraphs:
         self._place: tuple | None = None
         self._last: Callable[[], Use | None] = lambda: None
 
-    def __deepcopy__(self, memo: dict) -> "LayerGraphs":
-        return type(self)(self.max_length)
-
     def __reduce__(self):
         return type(self), (self.max_length,)
 

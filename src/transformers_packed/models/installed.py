@@ -151,7 +151,8 @@ def install_registration() -> None:
     hold(REGISTERED)
 
 
-def uninstall_registration() -> None:
+def unregister() -> None:
+    """Undo `register`, so that the Auto classes build the stock models. Has no effect without a registration."""
     REGISTERED.uninstall()
     while _hooks:
         _hooks.pop().remove()

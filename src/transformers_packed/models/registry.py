@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ..errors import input_error
 from .families import OWN, families_of_class, modeling_module
 from .family import Isolated, Refused
-from .installed import REGISTERED, hold, install_registration, is_registered, late, uninstall_registration
+from .installed import REGISTERED, hold, install_registration, is_registered, late, unregister
 from .packed_model import PackedModelMixin
 from .quantized_weights import adopt
 from .releases import MODELS, check_names, check_signatures
@@ -92,11 +92,6 @@ def register() -> None:
             got, fix = f"{current.__module__}.{current.__name__}", "Remove it before calling register()."
             raise input_error(f"no other class registered for {config.__name__}", got, fix)
     install_registration()
-
-
-def unregister() -> None:
-    """Undo [`register`], so that the Auto classes build the stock models. Has no effect without a registration."""
-    uninstall_registration()
 
 
 def complete(model: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:

@@ -68,18 +68,7 @@ class _Scores:
     def __init__(self, theirs: type[torch.autograd.Function]):
         self.theirs = theirs
 
-    def apply(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        temperature: float,
-        chunk_size: int,
-        softcapping: float | None,
-        logit_scale: float,
-        outputs: tuple[str, ...],
-    ) -> Any:
+    def apply(self, hidden, weight, bias, targets, temperature, chunk_size, softcapping, logit_scale, outputs) -> Any:
         plain = softcapping is None and logit_scale == 1.0 and set(outputs) <= _OURS and _is_plain(hidden, weight)
         if not plain:
             given = hidden, weight, bias, targets, temperature, chunk_size, softcapping, logit_scale, outputs

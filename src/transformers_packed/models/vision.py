@@ -5,6 +5,7 @@ All four restart in every document. Transformers' `get_rope_index` supports only
 the documents into a padded batch and packs the result again.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from ..boundaries import PART, VISION_KINDS, SequenceBoundaries
+from ..boundaries import PART, TOKEN_TYPES, VISION_KINDS, SequenceBoundaries
 from ..errors import input_error
 
 
@@ -21,16 +22,8 @@ from ..errors import input_error
 _GRIDS = {token_type: (kind, grid) for kind, (token_type, _, grid) in VISION_KINDS.items()}
 
 
-def packed_mrope_position_ids(
-    config: Any,
-    boundaries: SequenceBoundaries,
-    *,
-    input_ids: torch.Tensor | None,
-    mm_token_type_ids: torch.Tensor | None,
-    image_grid_thw: torch.Tensor | None = None,
-    video_grid_thw: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute the position ids `[4, 1, T]` of a packed row with images or videos.
+def packed_position_ids(config: Any, boundaries: SequenceBoundaries, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Compute the position ids of a packed row, with M-RoPE if it has images or videos.
 
     The computation runs on the host, so tensors on a device cause a host sync. Let the collator call this function.
 
@@ -39,36 +32,34 @@ def packed_mrope_position_ids(
             A composite configuration, such as `Qwen3_5Config`.
         boundaries ([`SequenceBoundaries`]):
             The documents of the row.
-        input_ids (`torch.LongTensor` of shape `[1, T]`):
-            The row.
-        mm_token_type_ids (`torch.IntTensor` of shape `[1, T]`):
-            0 for text, 1 for image and 2 for video tokens, as the processor returns them.
-        image_grid_thw (`torch.LongTensor` of shape `[images, 3]`, *optional*):
-            Time, height and width of each image, in patches and in row order.
-        video_grid_thw (`torch.LongTensor` of shape `[videos, 3]`, *optional*):
-            Time, height and width of each video, in patches and in row order.
+        inputs (`Mapping`):
+            The arguments of a forward: `input_ids` and `mm_token_type_ids` `[1, T]`, the latter 0 for text, 1 for image and
+            2 for video tokens, and `image_grid_thw` and `video_grid_thw` `[n, 3]`, with the time, height and width of each
+            image and video in patches and in row order.
 
     Returns:
         `torch.LongTensor` of shape `[4, 1, T]` on the device of `input_ids`: row 0 counts text tokens, rows 1 to 3 are
-            time, height and width. All four restart in every document.
+            time, height and width. All four restart in every document. Of shape `[1, T]` without images and videos.
 
     Raises:
         `ValueError`: a boundary cuts an image or video, the vision tokens do not match the grids, or the row is a
             shard or shares prompts.
     """
+    given = {name: inputs.get(name) for _, name in _GRIDS.values()}
+    if all(grid is None for grid in given.values()):
+        return boundaries.position_ids
     boundaries.check_kind("a row with images or videos", PART)
     if boundaries.kind == PART:
         expected = "position_ids [4, 1, T] with images or videos in a shard of a row"
         raise input_error(expected, "none", "Pass model= to DataCollatorWithFlattening.")
-    for name, tensor in (("input_ids", input_ids), ("mm_token_type_ids", mm_token_type_ids)):
+    for name in ("input_ids", TOKEN_TYPES):
+        tensor = inputs.get(name)
         if tensor is None or tensor.shape != (1, boundaries.total_length):
             expected = f"{name} of shape [1, {boundaries.total_length}] with images or videos in a packed row"
             got = None if tensor is None else tuple(tensor.shape)
             raise input_error(expected, got, f"Pass {name} of the processor, or position_ids of shape [4, 1, T].")
-    grids = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}
-    grids = {name: None if grid is None else grid.to("cpu") for name, grid in grids.items()}
-    assert input_ids is not None and mm_token_type_ids is not None
-    token_types = mm_token_type_ids.to("cpu")
+    grids = {name: None if grid is None else grid.to("cpu") for name, grid in given.items()}
+    input_ids, token_types = inputs["input_ids"], inputs[TOKEN_TYPES].to("cpu")
     _check_vision_tokens(config.vision_config.spatial_merge_size, boundaries, token_types, grids)
 
     host = boundaries.to("cpu")
@@ -84,14 +75,6 @@ def packed_mrope_position_ids(
     )
     rows = [host.position_ids, *(host.pack(row) for row in positions)]
     return torch.stack(rows).to(input_ids.device)
-
-
-def packed_position_ids(config: Any, boundaries: SequenceBoundaries, inputs: dict[str, Any]) -> torch.Tensor:
-    """Compute the position ids of a packed row from a forward's arguments, with M-RoPE for images and videos."""
-    if inputs.get("image_grid_thw") is None and inputs.get("video_grid_thw") is None:
-        return boundaries.position_ids
-    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
-    return packed_mrope_position_ids(config, boundaries, **{name: inputs.get(name) for name in names})
 
 
 def features_of_tokens(kind: str, outputs: Any, kwargs: dict[str, Any]) -> Any:

@@ -101,17 +101,7 @@ def plan_of(boundaries: SequenceBoundaries, heads: int, kv_heads: int, dim: int)
     return boundaries.derived(f"dense attention {heads} {kv_heads} {dim}", make)[0]
 
 
-def dense_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    boundaries: SequenceBoundaries,
-    scaling: float,
-    varlen: Callable,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
+def dense_attention(module, query, key, value, *, boundaries, scaling, varlen: Callable, **options):
     """Attention of a packed row as [`attention`] returns it. `varlen` computes the documents that are not dense."""
     plan = plan_of(boundaries, query.shape[1], key.shape[1], query.shape[3])
     assert plan is not None

@@ -106,13 +106,7 @@ def check_groups(key: torch.Tensor, value: torch.Tensor) -> None:
         raise input_error("value heads [B, T, heads, dim] in a multiple of the number of key heads", got)
 
 
-def check_state(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    output_final_state: bool,
-    boundaries: SequenceBoundaries | None,
-) -> None:
+def check_state(key, value, initial_state, output_final_state: bool, boundaries: SequenceBoundaries | None) -> None:
     """Raise an error if there is not one initial state for each sequence, or if a row has no states."""
     if boundaries is not None and (initial_state is not None or output_final_state):
         boundaries.check_kind("a delta rule with initial or final states")

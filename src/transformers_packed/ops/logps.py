@@ -16,6 +16,7 @@ Finding the distinct rows and pairs costs three more host syncs.
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -184,19 +185,6 @@ class _Pairs(NamedTuple):
         return values.clone() if self.of is None else values[self.of]
 
 
-class _Options(NamedTuple):
-    """How to compute. `steps` are functions of the implementation: statistics, gradient of the logits, and scaling."""
-
-    steps: tuple
-    chunk_size: int
-    temperature: float
-    entropy: bool
-    is_top1: bool
-    same_gradient: bool
-    # Gradients are always disabled inside a forward, so the caller passes whether they are needed.
-    wanted: bool
-
-
 def _chunked(steps, hidden_states, weight, targets, bias, rows, *, ignore_index, **options):
     chunk_size = options["chunk_size"]
     device, count, vocab = hidden_states.device, len(targets), weight.shape[0]
@@ -215,7 +203,8 @@ def _chunked(steps, hidden_states, weight, targets, bias, rows, *, ignore_index,
         pairs = _distinct(slots, targets, len(chosen), vocab, chunk_size)
     if chosen is not None:
         hidden_states = hidden_states.index_select(0, chosen)
-    options = _Options(steps, wanted=torch.is_grad_enabled(), **options)
+    # Gradients are always disabled inside a forward, which has to know whether they are needed.
+    options = SimpleNamespace(steps=steps, wanted=torch.is_grad_enabled(), **options)
     found = _LinearLogps.apply(hidden_states, weight, bias, pairs, options)
     if kept is not None:
         found = [None if x is None else x.new_zeros(count).index_copy(0, kept, x) for x in found]

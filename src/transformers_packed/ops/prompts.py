@@ -155,14 +155,8 @@ def _convolution(function: Callable, x: torch.Tensor, weight: torch.Tensor, layo
 
 
 def _by_levels(
-    function: Callable,
-    *inputs: torch.Tensor,
-    boundaries: SharedPrompts,
-    initial_state: None = None,
-    output_final_state: bool = False,
-    no_decay: float = 0.0,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
+    function: Callable, *inputs, boundaries: SharedPrompts, initial_state, output_final_state, no_decay=0.0, **options
+):
     """Run a delta rule on query, key, value, g and beta. Where `g` is `no_decay`, it leaves the state as it is."""
     key_dim, normalizes = inputs[1].shape[-1], options.get("use_qk_l2norm_in_kernel", False)
     levels, sources, destinations = boundaries.layout.levels(key_dim)

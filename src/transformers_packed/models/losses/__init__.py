@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from .cross_entropy import CrossEntropyLoss
 from .divergence import DivergenceLoss
 from .loss import Loss
 from .mtp import MtpLoss
-from .router import RouterLoss
+from .own import CrossEntropyLoss, RouterLoss
 
 
 LOSSES: tuple[type[Loss], ...] = (CrossEntropyLoss, RouterLoss, MtpLoss, DivergenceLoss)

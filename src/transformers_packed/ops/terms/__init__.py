@@ -10,22 +10,7 @@ A weight that can be dequantized needs no term, but a function in `WEIGHTS` of `
 product is a record and a term in a file of this folder, and an entry of `KINDS` in `products.py`.
 """
 
-from .float8 import Float8, Float8Weight
-from .low_rank import Adapter, LowRank
-from .products import Plan, Products, Projection, planned
-from .weights import PIECE, Dequantized, DequantizedExperts
-
-
-__all__ = [
-    "PIECE",
-    "Adapter",
-    "Dequantized",
-    "DequantizedExperts",
-    "Float8",
-    "Float8Weight",
-    "LowRank",
-    "Plan",
-    "Products",
-    "Projection",
-    "planned",
-]
+from .float8 import Float8, Float8Weight  # noqa: F401
+from .low_rank import Adapter, LowRank  # noqa: F401
+from .products import Plan, Products, Projection, planned  # noqa: F401
+from .weights import PIECE, Dequantized, DequantizedExperts  # noqa: F401

@@ -30,10 +30,8 @@ class Dequantized(NamedTuple):
     dtype: torch.dtype
     compute: Callable[[], torch.Tensor]
 
-    @property
-    def casts_input(self) -> bool:
-        """Whether the input may have more precision than the products."""
-        return True
+    # Whether the input may have more precision than the products.
+    casts_input = True
 
 
 class DequantizedExperts(NamedTuple):

@@ -1,14 +1,38 @@
-"""The loss of the routers of a mixture of experts."""
+"""The losses that stock models compute, too: the cross-entropy of each next token, and that of routers."""
 
 from typing import Any
 
 import torch
 
+from ...ops.cross_entropy import TargetCount
 from ...parallel.shard import RowShard
-from .loss import Loss, LossStep
+from ..inputs import kept_tokens
+from .head import Prediction
+from .loss import Loss, LossStep, shifted_labels
 
 
 _COEFFICIENT = "router_aux_loss_coef"
+
+
+class CrossEntropyLoss(Loss):
+    """The loss of every causal language model, which Trainer counts the targets of."""
+
+    title = "cross-entropy"
+    items = "num_items_in_batch"
+    is_own = True
+
+    def begin(self, step: LossStep) -> Any:
+        inputs = step.inputs
+        ignore_index = inputs.get("ignore_index", -100)
+        targets: Any = shifted_labels({**inputs, "labels": step.labels}, ignore_index)
+        number = TargetCount(targets, ignore_index)
+
+        def finish(step: LossStep) -> Prediction:
+            hidden_states = step.outputs.last_hidden_state[:, kept_tokens(step.logits_to_keep)]
+            options = ignore_index, inputs.get("label_smoothing", 0.0)
+            return Prediction(hidden_states, targets, int(number), inputs.get(self.items), *options)
+
+        return finish
 
 
 class RouterLoss(Loss):
