@@ -459,7 +459,9 @@ class SequenceBoundaries:
 
         ```
         """
-        self.check_row(packed, "packed", "...")
+        if packed.ndim < 2 or packed.shape[:2] != (1, self.total_length):
+            expected = f"a packed row [1, T, ...] with T = {self.total_length}"
+            raise input_error(expected, f"shape {tuple(packed.shape)}", "Pass the row that these boundaries describe.")
         length = self.max_length if attention_mask is None else check_padding_mask(attention_mask).shape[1]
         slots = self._slots(length, attention_mask)
         padded = packed.new_full((self.num_documents * length, *packed.shape[2:]), padding_value)

@@ -53,7 +53,7 @@ def gpu(capability=(9, 0), missing=(), flash_qla_problem="", triton_problem=""):
             (example, "torch", SimpleNamespace(zeros=zeros, **fake)),
             (example.SequenceBoundaries, "from_lengths", lambda lengths, device: from_lengths(lengths)),
             (dense_attention, "_supports", lambda *args: True),
-            (fla, "importable", lambda module, name: (name not in missing, f"is not installed (pip install {name})")),
+            (fla, "importable", lambda module, name: f"is not installed (pip install {name})" * (name in missing)),
             (fla, "_backward_problem", lambda: ""),
             (fla, "_row_problem", lambda: ""),
             (flash_qla, "_problem", lambda: flash_qla_problem),

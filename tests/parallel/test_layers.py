@@ -224,7 +224,9 @@ class WayOfTheStatesTest(unittest.TestCase):
             for kernels in (True, False):
                 with (
                     mock.patch.object(
-                        rules.fla, "verify_gated_delta_rule", lambda *_, found=kernels, **__: (found, "")
+                        rules.fla,
+                        "verify_gated_delta_rule",
+                        lambda *_, found=kernels, **__: "" if found else "missing",
                     ),
                     mock.patch.object(rules, "_by_fla", lambda *_, **__: "whole parts"),
                     mock.patch.object(rules, "_by_states", lambda *_, **__: "pieces"),

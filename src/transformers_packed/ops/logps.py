@@ -162,8 +162,9 @@ def _torch(*args, **kwargs):
 
 def _triton(*args, **kwargs):
     from .backends.triton.cross_entropy import scaled
+    from .backends.triton.logps import overwrite_with_gradient, statistics
 
-    return _chunked((_triton_statistics, _triton_gradient, scaled), *args, **kwargs)
+    return _chunked((statistics, overwrite_with_gradient, scaled), *args, **kwargs)
 
 
 class _Pairs(NamedTuple):
@@ -352,18 +353,6 @@ def _torch_gradient(chunk, pairs, temperature, totals, logps, entropies, upstrea
     # Pairs are distinct. Only zeros may share an element with another pair.
     gradient.index_put_((slots, ids), by_pair[chunk.pairs].where(known, 0), accumulate=True)
     chunk.logits.copy_(gradient.div_(temperature))
-
-
-def _triton_statistics(chunk, pairs, *args):
-    from .backends.triton.logps import statistics
-
-    statistics(chunk.logits, chunk.rows.start, pairs.ids, pairs.starts, *args)
-
-
-def _triton_gradient(chunk, pairs, *args):
-    from .backends.triton.logps import overwrite_with_gradient
-
-    overwrite_with_gradient(chunk.logits, chunk.rows.start, pairs.ids, pairs.starts, *args)
 
 
 IMPLEMENTATIONS = {

@@ -128,7 +128,9 @@ def causal_conv1d(hidden_states, weight, *args, boundaries: SharedPrompts, **opt
 
 
 @for_rows(SharedPrompts)
-def causal_conv1d_qkv(hidden_states, weight, bias, activation, *, boundaries: SharedPrompts, impl: str, **heads):
+def causal_conv1d_qkv(
+    hidden_states, weight, bias=None, activation="silu", *, boundaries: SharedPrompts, impl: str = "auto", **heads
+):
     """[`ops.causal_conv1d_qkv`] on a row with shared prompts."""
     layout, call, width = boundaries.layout, (weight, bias, activation), weight.shape[-1] - 1
     on_triton = impl in ("auto", "triton") and not is_transformed()
@@ -155,7 +157,7 @@ def _convolution(function: Callable, x: torch.Tensor, weight: torch.Tensor, layo
 
 
 def _by_levels(
-    function: Callable, *inputs, boundaries: SharedPrompts, initial_state, output_final_state, no_decay=0.0, **options
+    function: Callable, *inputs, boundaries, initial_state=None, output_final_state=False, no_decay=0.0, **options
 ):
     """Run a delta rule on query, key, value, g and beta. Where `g` is `no_decay`, it leaves the state as it is."""
     key_dim, normalizes = inputs[1].shape[-1], options.get("use_qk_l2norm_in_kernel", False)

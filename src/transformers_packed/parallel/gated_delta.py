@@ -111,7 +111,9 @@ def causal_conv1d_qkv(hidden_states, weight, bias, activation, *, boundaries: Ro
 
 
 @for_rows(RowShard)
-def gated_delta_rule(*tensors, boundaries: RowShard, initial_state, output_final_state, impl: str, **options):
+def gated_delta_rule(
+    *tensors, boundaries: RowShard, initial_state=None, output_final_state=False, impl: str = "auto", **options
+):
     """[`ops.gated_delta_rule`] of query, key, value, g and beta on a part of a row, by the method of its `parallel`."""
     shard = boundaries
     if shard.processes.gated_delta_rule == "heads":

@@ -73,16 +73,17 @@ def _statistics(
 
 
 @on_its_device
-def statistics(logits, first, ids, starts, temperature, totals, logps, entropies, tops) -> None:
+def statistics(chunk, pairs, temperature, totals, logps, entropies, tops) -> None:
     """Write the log-sum-exp and the entropy of each row, and the log-probability of each pair and whether it is top.
 
-    The rows of `logits` `[C, V]` are the rows from `first` on. The targets of row `i` are `ids[starts[i]:starts[i+1]]`.
+    `chunk` and `pairs` are those of `ops.logps`. The targets of row `i` are `pairs.ids[pairs.starts[i]:pairs.starts[i+1]]`.
     """
+    logits, first = chunk.logits, chunk.rows.start
     rows, vocab = logits.shape
     block = min(2048, next_power_of_2(vocab))
     outputs = totals, logps, totals if entropies is None else entropies, logps if tops is None else tops
     options = first, vocab, logits.stride(0), temperature, entropies is not None, tops is not None, block
-    _statistics[(rows,)](logits, ids, starts, *outputs, *options, num_warps=8)
+    _statistics[(rows,)](logits, pairs.ids, pairs.starts, *outputs, *options, num_warps=8)
 
 
 @triton.jit
@@ -126,16 +127,17 @@ def _overwrite(
 
 
 @on_its_device
-def overwrite_with_gradient(logits, first, ids, starts, temperature, totals, logps, entropies, upstream) -> None:
-    """Overwrite `logits` `[C, V]` with their gradient.
+def overwrite_with_gradient(chunk, pairs, temperature, totals, logps, entropies, upstream) -> None:
+    """Overwrite the logits `[C, V]` of a chunk with their gradient.
 
     `upstream` are the gradients of the log-probabilities, summed per pair and per row, and of the entropies per row.
     """
+    logits, first = chunk.logits, chunk.rows.start
     rows, vocab = logits.shape
     block = min(2048, next_power_of_2(vocab))
     by_pair, by_row, by_entropy = upstream
     with_entropy = by_entropy is not None
-    inputs = ids, starts, totals, logps, entropies if with_entropy else totals
+    inputs = pairs.ids, pairs.starts, totals, logps, entropies if with_entropy else totals
     gradients = by_pair, by_row, by_entropy if with_entropy else by_row
     options = first, vocab, logits.stride(0), temperature, with_entropy, block
     _overwrite[(rows,)](logits, *inputs, *gradients, *options, num_warps=8)
