@@ -219,9 +219,7 @@ READERS = ("list", "items", "table", "table_of_tensors", "selected", "transform"
 class UnusableTest(unittest.TestCase):
     @parameterized.expand([(*fault, kind) for fault in UNUSABLE + UNUSABLE_IN_BATCHES for kind in READERS])
     def test_a_sample_is_named_before_training(self, _, make, message, kind):
-        index, why = find_unusable(KINDS[kind](make(real([5] * 9))))
-        self.assertEqual(index, 3)
-        self.assertRegex(why, f"^expected {message}")
+        self.assertRegex(str(find_unusable(KINDS[kind](make(real([5] * 9))))), f"^expected {message}")
 
     @parameterized.expand([(*fault, kind) for fault in UNUSABLE for kind in READERS])
     def test_a_sample_is_named_by_its_readers(self, _, make, message, kind):
@@ -247,7 +245,7 @@ class UnusableTest(unittest.TestCase):
         samples = real([5] * 9)
         del samples[3]["input_ids"]
         for dataset in (samples, Items(samples)):
-            self.assertRegex(find_unusable(dataset)[1], "^expected input_ids in sample 3, got columns")
+            self.assertRegex(str(find_unusable(dataset)), "^expected input_ids in sample 3, got columns")
             with self.assertRaisesRegex(ValueError, "^expected input_ids in sample 3, got columns"):
                 PackingDataset(dataset, 32)
 
@@ -255,8 +253,7 @@ class UnusableTest(unittest.TestCase):
     def test_samples_of_several_documents(self, kind):
         samples = [{"input_ids": [1, 2, 3, 4], "position_ids": [0, 1, 2, 3]} for _ in range(6)]
         samples[3]["position_ids"] = [0, 1, 0, 1]
-        index, why = find_unusable(KINDS[kind](samples))
-        self.assertEqual(index, 3)
+        why = str(find_unusable(KINDS[kind](samples)))
         self.assertRegex(why, "position_ids of one document in sample 3, got 0 after 1")
         rows = [{**sample, "seq_lengths": [2, 2]} for sample in samples]
         self.assertIsNone(find_unusable(KINDS[kind](rows)))
@@ -269,13 +266,12 @@ class UnusableTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "sample 3"):
             PackingDataset(KINDS[kind](samples), 8)
         samples = [{"input_ids": [1, 2] * (i != 3), "labels": 1} for i in range(6)]
-        index, why = find_unusable(KINDS[kind](samples))
-        self.assertEqual(index, 3)
+        why = str(find_unusable(KINDS[kind](samples)))
         self.assertRegex(why, "at least one token in sample 3, which has a label of its own")
 
     def test_rows_and_streams(self):
         samples = UNUSABLE_IN_BATCHES[0][1](real([5] * 9))
-        self.assertEqual(find_unusable(PackingDataset(samples, 16))[0], 3)
+        self.assertIn("sample 3", str(find_unusable(PackingDataset(samples, 16))))
         self.assertIsNone(find_unusable(IterablePackingDataset(samples, 16)))
         self.assertIsNone(find_unusable([]))
 

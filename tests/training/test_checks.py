@@ -30,7 +30,7 @@ from transformers_packed.models import verdict
 from transformers_packed.models.versions import supports_other_families
 from transformers_packed.training import checks as module
 from transformers_packed.training import setup
-from transformers_packed.training.checks import _of_collator
+from transformers_packed.training.checks import _of_collator, first_error
 
 
 library_collate = FunctionType((lambda rows: {}).__code__, {"__name__": "library.collators"}, "library_collate")
@@ -107,7 +107,7 @@ class ReasonsTest(ConfigureTestCase):
             want = (
                 f"got a {cls.__name__}, whose own data collator ({name}) may do more. Train it as it is, or pass pack"
             )
-        self.assertIn(want, str(next(_of_collator(trainer))))
+        self.assertIn(want, str(first_error(_of_collator(trainer))))
 
     def test_vision_dataset_of_trl(self):
         trainer = self.build("sft")

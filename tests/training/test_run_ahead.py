@@ -13,6 +13,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Trainer, Trainer
 from transformers_packed import SequenceBoundaries, configure_packing
 from transformers_packed.training import setup
 from transformers_packed.training.facts import Facts
+from transformers_packed.training.options import Options
 from transformers_packed.training.run_ahead import RunAheadCallback
 
 
@@ -170,6 +171,6 @@ class RunAheadTest(unittest.TestCase):
         trainer.args.dataloader_pin_memory = pinned
         configs = [trainer.args.accelerator_config, trainer.accelerator.dataloader_config]
         with mock.patch.object(TrainingArguments, "device", torch.device(device)):
-            changes = setup._of_callbacks(Facts.of(trainer, "auto"), SAMPLES, False, False, [])
+            changes = setup._of_data(Facts.of(trainer, Options()), SAMPLES, False)
         found = [change.target for change in changes if change.name == "non_blocking"]
         self.assertEqual(found, configs if expected else [])

@@ -33,6 +33,7 @@ from transformers_packed import (
     SequenceBoundaries,
     register,
 )
+from transformers_packed.training.checks import first_error
 from transformers_packed.training.facts import Facts
 from transformers_packed.training.options import Options
 from transformers_packed.training.sequence_parallel import against_sharing
@@ -257,7 +258,7 @@ def refusals():
     for name in ("cp_size", "sp_size"):
         trainer.accelerator.state.parallelism_config = mock.Mock(**{"cp_size": 1, "sp_size": 1, name: 2})
         options = Options(packing="pack", sequence_parallel_size=2)
-        messages.append(str(next(against_sharing(Facts.of(trainer, options.mode), options))))
+        messages.append(str(first_error(against_sharing(Facts.of(trainer, options)))))
     return messages
 
 

@@ -92,7 +92,7 @@ class OverriddenTest(SetupTestCase):
     @parameterized.expand([(name, how) for name in DEPENDENT for how in ("class", "instance", "wrapped")])
     def test_auto_leaves_it_alone(self, name, how):
         trainer = self.own(name, how)
-        self.assertEqual(Facts.of(trainer, "auto").own, [name])
+        self.assertEqual(Facts.of(trainer, Options()).own, [name])
         named = f"OwnTrainer.{name}" if how == "class" else name
         self.assertIn(f"got a custom {named}, which may count samples", said(configure_packing, trainer)[0])
         said(trainer.train)
@@ -112,9 +112,9 @@ class OverriddenTest(SetupTestCase):
         model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
         trainers.append(said(PackedTrainer, model, args, train_dataset=Samples(6))[1])
         for trainer in trainers:
-            self.assertEqual(Facts.of(trainer, "auto").own, [])
+            self.assertEqual(Facts.of(trainer, Options()).own, [])
             said(configure_packing, trainer)
-            self.assertEqual(Facts.of(trainer, "auto").own, [])
+            self.assertEqual(Facts.of(trainer, Options()).own, [])
 
     def test_a_loss_that_reads_logits_in_mixed_precision(self):
         """accelerate copies the output of the model, and a copy cannot compute logits later."""
@@ -253,7 +253,7 @@ class EvaluationTest(SetupTestCase):
     def test_a_prediction_step_of_the_user(self, how):
         """An exact match per sample, also if only the loss is asked for."""
         trainer = self.own("prediction_step", how, eval_dataset=Samples(6), compute_metrics=self.metrics)
-        self.assertIn("prediction_step", Facts.of(trainer, "auto").replaced)
+        self.assertIn("prediction_step", Facts.of(trainer, Options()).replaced)
         said(configure_packing, trainer)
         self.assertEqual(trainer.evaluate()["eval_rows"], 6)
         trainer.compute_metrics = None

@@ -380,8 +380,8 @@ def _first_tree(dataset: Any, lengths: np.ndarray | None) -> int | None:
     return first if first is not None and is_tree(dataset[first]) else None
 
 
-def find_unusable(dataset: Any) -> tuple[int, str] | None:
-    """Find a sample that cannot be used for training: its number, and the message of its error.
+def find_unusable(dataset: Any) -> ValueError | None:
+    """Find a sample that cannot be used for training, and return its error.
 
     Checks all samples of a list. Of a table, checks what does not need decoding. Of these and other datasets with items,
     checks some evenly spaced samples. `None` if none is found, and for a stream.
@@ -390,11 +390,8 @@ def find_unusable(dataset: Any) -> tuple[int, str] | None:
     if not has_items(dataset):
         return None
     numbers = range(len(dataset)) if isinstance(dataset, list | tuple) else spread(len(dataset), _PROBED)
-    for number in chain(suspects(dataset)[:_PROBED], numbers):
-        error = _error_of(dataset, number)
-        if error is not None:
-            return number, str(error)
-    return None
+    errors = (_error_of(dataset, number) for number in chain(suspects(dataset)[:_PROBED], numbers))
+    return next(filter(None, errors), None)
 
 
 def find_tree(dataset: Any) -> Mapping[str, Any] | None:

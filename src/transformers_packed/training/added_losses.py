@@ -8,24 +8,13 @@ from accelerate.utils import reduce
 from transformers import TrainerCallback
 
 from ..errors import input_error
-from ..models.losses import LOSSES, OWN, losses_of
+from ..models.losses import losses_of
 from ..models.losses.head import sum_of
 from ..models.losses.loss import Loss
-from ..models.registry import inner_model, patch_model, transformers_model
+from ..models.registry import inner_model, patch_model
+from .checks import Rule
 from .facts import Facts
 from .typed import Trainer
-
-
-def losses_in(trainer: Trainer, options: Any) -> tuple[Loss, ...]:
-    """What a step trains: the losses of the model, and those that the options of [`configure_packing`] ask for."""
-    asked = tuple(loss for kind in LOSSES if (loss := kind.of_options(options)) is not None)
-    if any(loss.alone for loss in asked):
-        return asked
-    # A stock model has no list, unless it was set before the model gets our classes.
-    inner = transformers_model(trainer.model)
-    listed = OWN if inner is None else vars(inner).get("losses", OWN)
-    # An option counts more than what the list says of the same loss.
-    return (*(x for x in listed if not any(type(x) is type(loss) for loss in asked)), *asked)
 
 
 def names_of(losses: Iterable[Loss]) -> str:
@@ -33,9 +22,11 @@ def names_of(losses: Iterable[Loss]) -> str:
     return " and ".join(loss.title for loss in losses)
 
 
-def against_losses(facts: Facts, losses: list[Loss]) -> Iterator[tuple[Any, str, Any, str]]:
+def against_losses(facts: Facts) -> Iterator[Rule]:
     """The rules of added losses, which the forward of the model computes."""
-    trainer, args, names = facts.trainer, facts.trainer.args, names_of(losses)
+    if not facts.added:
+        return
+    trainer, args, names = facts.trainer, facts.trainer.args, names_of(facts.added)
     loss, remove = f"the model's own loss for {names}", f"or train without {names}."
     fix = "Train it in supervised fine-tuning."
     yield facts.record.pads, loss, f"that of {facts.name}, which also trains on rejected answers", fix

@@ -5,7 +5,7 @@ whether a model keeps documents apart. For models with classes of ours, the veri
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
@@ -40,7 +40,6 @@ from ..models.verdict import (
 )
 from ..ops.availability import availability
 from .facts import Facts, package_of
-from .options import Options
 from .restore import without_autocast
 from .trainers import ONLY_PAD
 from .typed import Trainer
@@ -52,28 +51,40 @@ _TEXT = {"input_ids", "attention_mask", "labels", "seq_lengths"}
 _PADDING = ("DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSeq2Seq")
 _LABELLING = ("DataCollatorForLanguageModeling", "DataCollatorWithFlattening")
 _PADDED = "Train on padded batches."
-_MODEL, _FOREIGN = "a causal language model of Transformers", "which is not a Transformers model"
+_MODEL = "a causal language model of Transformers"
 _PACKS = f"a model that packs padded batches ({titles()})"
 _SDPA = 'attn_implementation="sdpa"'
 # What planned rows need, and what to do otherwise.
 ROWS = "a sampler of packed rows"
 KEEPS_SAMPLERS = 'Pass packing="padding_free", whose batches have the samples of any sampler.'
 _EVERYTHING: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
+# A condition, what is expected, what came if it holds, and the fix. Or an error of another module, if there is one.
+Rule = tuple[Any, str, Any, str] | ValueError | None
 
 
-def reason_against(facts: Facts, options: Options) -> ValueError | None:
-    """The first reason not to pack. In `"auto"` mode also reasons that make packing unsafe or useless."""
-    return next(_reasons(facts, options), None)
+def first_error(rules: Iterable[Rule]) -> ValueError | None:
+    """The error of the first rule that applies."""
+    for rule in rules:
+        if isinstance(rule, tuple):
+            applies, *words = rule
+            rule = input_error(*words) if applies else None
+        if rule is not None:
+            return rule
+    return None
 
 
-def _reasons(facts: Facts, options: Options) -> Iterator[ValueError]:
-    """Only the first reason is valid: each check relies on the checks before it."""
-    trainer, model = facts.trainer, facts.model
+def reasons_against(facts: Facts) -> Iterator[Rule]:
+    """Reasons not to pack. In `"auto"` mode also those that make packing unsafe or useless.
+
+    Only the first reason is valid: each check relies on the checks before it.
+    """
+    trainer, model, options = facts.trainer, facts.model, facts.options
     yield from _of_mode(facts)
     yield from of_devices(facts)
     if model is None:
         name = type(trainer.model).__name__
-        yield input_error(_PACKS, name) if facts.padded else input_error(_MODEL, f"{name}, {_FOREIGN}", _PADDED)
+        yield facts.padded, _PACKS, name, ""
+        yield True, _MODEL, f"{name}, which is not a Transformers model", _PADDED
         return
     if facts.padded:
         yield from _of_padded_batches(facts, model)
@@ -82,24 +93,22 @@ def _reasons(facts: Facts, options: Options) -> Iterator[ValueError]:
         yield from _of_collator(trainer)
         yield from _of_samples(trainer)
         yield from _of_columns(facts, model)
-        yield from filter(None, [check_cache(model)])
-    yield from filter(None, [way_of_isolation(trainer)[1]])
+        yield check_cache(model)
+    yield way_of_isolation(trainer)[1]
     got = attention_of(text_config(model))
     expected, fix = "an attention implementation that supports shared prompts", f"Load the model with {_SDPA}."
-    yield from refused((options.share_prompts and got == "flex_attention", expected, got, fix))
+    yield options.share_prompts and got == "flex_attention", expected, got, fix
     yield from _of_patch(facts)
     if not facts.padded:
-        yield from filter(None, [isolation(trainer.model, facts.mode == "auto")[1]])
+        yield isolation(trainer.model, facts.mode == "auto")[1]
     if facts.mode == "auto":
         got = f"a custom {facts.named(facts.own)}, which may count samples or read the mask"
         alone = trainer.args.per_device_train_batch_size == 1 and not facts.packed_rows
         alone = alone and not facts.padded and not options.shares_rows
         one = "per_device_train_batch_size=1, which has no padding to avoid"
         works = f'Pass packing="padding_free" if it works on tokens{_or_batches(model)}.'
-        yield from refused(
-            (facts.own, "methods of known trainers", got, works),
-            (alone, "more than one sample per batch", one, "Raise it, or pass packing=True with max_length."),
-        )
+        yield facts.own, "methods of known trainers", got, works
+        yield alone, "more than one sample per batch", one, "Raise it, or pass packing=True with max_length."
 
 
 def _or_batches(model: transformers.PreTrainedModel | None) -> str:
@@ -107,25 +116,16 @@ def _or_batches(model: transformers.PreTrainedModel | None) -> str:
     return ', or pass packing="batches"' if model is not None and families_of(model, Own) else ""
 
 
-def refused(*rules: tuple[Any, str, Any, str]) -> Iterator[ValueError]:
-    """The errors of rules that apply: a condition, what was expected, what came, and the fix."""
-    for applies, expected, got, fix in rules:
-        if applies:
-            yield input_error(expected, got, fix)
-
-
-def _of_mode(facts: Facts) -> Iterator[ValueError]:
+def _of_mode(facts: Facts) -> Iterator[Rule]:
     switch, on = "TRANSFORMERS_PACKED_DISABLE_AUTO", 'Unset it, or pass packing="padding_free".'
     mode, whole = facts.mode, f"whole batches of {facts.name}"
     fix = 'Pass packing="padding_free". The model then packs each batch.'
     sampler = facts.plans_rows and MAKE_SAMPLER in facts.replaced
     samples = f"a custom {MAKE_SAMPLER}, which numbers samples"
-    yield from refused(
-        (mode == "auto" and os.environ.get(switch) == "1", f"no {switch}", f"{switch} is set", on),
-        (mode == "pack" and facts.padded, f"{whole}, whose rows belong together", "packing=True", fix),
-        (mode == "pack" and facts.trainer.train_dataset is None, "a train_dataset to pack", "none", ""),
-        (sampler, ROWS, samples, KEEPS_SAMPLERS),
-    )
+    yield mode == "auto" and os.environ.get(switch) == "1", f"no {switch}", f"{switch} is set", on
+    yield mode == "pack" and facts.padded, f"{whole}, whose rows belong together", "packing=True", fix
+    yield mode == "pack" and facts.trainer.train_dataset is None, "a train_dataset to pack", "none", ""
+    yield sampler, ROWS, samples, KEEPS_SAMPLERS
 
 
 def _brings(trainer: Trainer, part: Any) -> bool:
@@ -139,7 +139,7 @@ def _brings(trainer: Trainer, part: Any) -> bool:
     return name not in (None, *ONLY_PAD) and package not in ("transformers", "__main__")
 
 
-def _of_patch(facts: Facts) -> Iterator[ValueError]:
+def _of_patch(facts: Facts) -> Iterator[Rule]:
     """Reasons why a model cannot get classes that keep documents apart."""
     with without_autocast(facts.trainer, facts.models[:-1]):
         for model in facts.models:
@@ -147,7 +147,7 @@ def _of_patch(facts: Facts) -> Iterator[ValueError]:
                 check_patch(model)
             except (ValueError, ImportError) as error:
                 got = f"a model that cannot be patched ({str(error).rstrip('.')})"
-                yield input_error("a model that can be packed", got, "Use padded batches.")
+                yield True, "a model that can be packed", got, "Use padded batches."
 
 
 def isolation(model: torch.nn.Module, automatic: bool) -> tuple[dict[str, Any], ValueError | None, str | None]:
@@ -201,98 +201,81 @@ def _compute_dtype(trainer: Trainer) -> torch.dtype:
     return torch.float16 if trainer.args.fp16 else inner_model(trainer.model).dtype
 
 
-def of_devices(facts: Facts) -> Iterator[ValueError]:
+def of_devices(facts: Facts) -> Iterator[Rule]:
     """Reasons that depend on how the processes and devices share the work."""
-    trainer = facts.trainer
-    if trainer.args.n_gpu > 1:
-        got = f"one process with {trainer.args.n_gpu} GPUs, over which DataParallel would scatter the boundaries"
-        fix = f"Launch with torchrun --nproc_per_node={trainer.args.n_gpu}, or set CUDA_VISIBLE_DEVICES to one GPU."
-        yield input_error("one process per GPU", got, fix)
+    trainer, gpus = facts.trainer, facts.trainer.args.n_gpu
+    got = f"one process with {gpus} GPUs, over which DataParallel would scatter the boundaries"
+    fix = f"Launch with torchrun --nproc_per_node={gpus}, or set CUDA_VISIBLE_DEVICES to one GPU."
+    yield gpus > 1, "one process per GPU", got, fix
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("cp_size", "sp_size"):
-        if (size := getattr(parallel, name, 1)) > 1:
-            got = f"ParallelismConfig({name}={size}), which cuts rows without their boundaries"
-            here = f" Pass sequence_parallel_size={size} to configure_packing or PackedTrainingArguments instead."
-            fix = f"Set {name}=1.{here * (not facts.padded)}"
-            yield input_error("whole rows", got, fix)
+        size = getattr(parallel, name, 1)
+        got = f"ParallelismConfig({name}={size}), which cuts rows without their boundaries"
+        here = f" Pass sequence_parallel_size={size} to configure_packing or PackedTrainingArguments instead."
+        yield size > 1, "whole rows", got, f"Set {name}=1.{here * (not facts.padded)}"
     indexed = any(family.has_indexer for family in families_of(trainer.model, Own))
     zero_3 = trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
-    yield from refused((indexed and zero_3, *INDEXER_UNDER_ZERO_3))
+    yield indexed and zero_3, *INDEXER_UNDER_ZERO_3
 
 
-def _of_model(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[ValueError]:
+def _of_model(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[Rule]:
     name = type(model).__name__
-    per_row, other = adapter_per_row(trainer.model), not name.endswith(LANGUAGE_MODELS)
-    yield from refused((per_row, "adapters that act per document", per_row, _PADDED))
+    per_row, predicts = adapter_per_row(trainer.model), name.endswith(LANGUAGE_MODELS)
+    yield per_row, "adapters that act per document", per_row, _PADDED
     # Trainer decides by the name of the class.
-    shifts = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or not name.endswith(LANGUAGE_MODELS)
+    unshifted = predicts and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     smoothing = f"label_smoothing_factor with {name}, whose labels Trainer does not shift"
-    unshifted = bool(trainer.args.label_smoothing_factor) and not shifts
-    yield from refused((unshifted, "labels shifted by one token", smoothing, "Set label_smoothing_factor=0."))
+    smooths = trainer.args.label_smoothing_factor and unshifted
+    yield smooths, "labels shifted by one token", smoothing, "Set label_smoothing_factor=0."
     classifies = f"sequence classification ({name}), which needs one label per sample instead of one per token"
-    other |= getattr(model.config, "is_encoder_decoder", False)
+    yield name.endswith("ForSequenceClassification"), _MODEL, classifies, _PADDED
+    other = not predicts or getattr(model.config, "is_encoder_decoder", False)
+    yield other, _MODEL, f"{name}, which is not a causal language model", _PADDED
+    # `check_patch` raises its own errors for unsupported models.
     patched = ((measured(model)[1] or {}).get("ours") or {}).get("all") or {}
-    yield from refused(
-        (name.endswith("ForSequenceClassification"), _MODEL, classifies, _PADDED),
-        (other, _MODEL, f"{name}, which is not a causal language model", _PADDED),
-        # `check_patch` raises its own errors for unsupported models.
-        (patched.get("verdict") == "leaks", SEPARATE, f"{name}, which leaks in {patched.get('module')}", _PADDED),
-    )
-    yield from filter(None, [first_label_error(model)])
+    yield patched.get("verdict") == "leaks", SEPARATE, f"{name}, which leaks in {patched.get('module')}", _PADDED
+    yield first_label_error(model)
 
 
-def _of_padded_batches(facts: Facts, model: transformers.PreTrainedModel) -> Iterator[ValueError]:
+def _of_padded_batches(facts: Facts, model: transformers.PreTrainedModel) -> Iterator[Rule]:
     """Reasons why a model cannot pack the padded batches of its Trainer."""
-    args = facts.trainer.args
-    if not families_of(model, Own):
-        yield input_error(_PACKS, type(model).__name__)
-    per_row, config = adapter_per_row(facts.trainer.model), text_config(model)
+    args, config, per_row = facts.trainer.args, text_config(model), adapter_per_row(facts.trainer.model)
+    yield not families_of(model, Own), _PACKS, type(model).__name__, ""
+    yield facts.packed_by, "padded batches", facts.packed_by, 'Pass packing="padding_free".'
+    yield per_row, "adapters that act per document", per_row, ""
     noise = "neftune_noise_alpha, whose noise depends on the padded length"
+    yield args.neftune_noise_alpha is not None, "padded batches without NEFTune", noise, "Set it to None."
     compiled = "torch_compile=True, with which the model computes padding"
-    yield from refused(
-        (facts.packed_by, "padded batches", facts.packed_by, 'Pass packing="padding_free".'),
-        (per_row, "adapters that act per document", per_row, ""),
-        (args.neftune_noise_alpha is not None, "padded batches without NEFTune", noise, "Set it to None."),
-        (args.torch_compile, "padded batches without torch.compile", compiled, "Set it to False."),
-    )
+    yield args.torch_compile, "padded batches without torch.compile", compiled, "Set it to False."
+    expected = "padded batches that return only the last hidden state"
     for name in ("output_hidden_states", "output_attentions"):
         got = f"{name}=True in the configuration, with which the model computes padding"
-        expected = "padded batches that return only the last hidden state"
-        yield from refused((getattr(config, name), expected, got, "Set it to False."))
+        yield getattr(config, name), expected, got, "Set it to False."
     packs = getattr(model, "packs_padding", True)
-    yield from refused((not packs, "a model that packs padded batches", "packs_padding=False", "Set it to True."))
+    yield not packs, "a model that packs padded batches", "packs_padding=False", "Set it to True."
 
 
-def check_cache(model: transformers.PreTrainedModel) -> ValueError | None:
-    """The error if an unpatched model uses a cache, at least in evaluation. Our models use none on packed rows."""
-    ours = families_of(model, *PATCHED)
-    setting = None if ours else cache_setting(model)
-    if setting is None:
-        return None
+def check_cache(model: transformers.PreTrainedModel) -> Rule:
+    """An unpatched model uses no cache, also in evaluation. Our models use none on packed rows."""
+    setting = None if families_of(model, *PATCHED) else cache_setting(model)
     got = f"{type(model).__name__} with {setting}=True, and with a cache its attention mask ignores documents"
-    return input_error(SEPARATE, got, f"Set model.{setting} = False.")
+    return setting, SEPARATE, got, f"Set model.{setting} = False."
 
 
-def _of_collator(trainer: Trainer) -> Iterator[ValueError]:
+def _of_collator(trainer: Trainer) -> Iterator[Rule]:
     collator, kind = trainer.data_collator, type(trainer.data_collator)
-    if has_images(trainer):
-        got = f"a collator that processes images ({kind.__name__})"
-        yield input_error(
-            "processed samples", got, "Process them in the dataset, and pass DataCollatorWithFlattening."
-        )
+    got, fix = f"a collator that processes images ({kind.__name__})", "Process them in the dataset, and pass "
+    yield has_images(trainer), "processed samples", got, f"{fix}DataCollatorWithFlattening."
     if collator is transformers.default_data_collator or isinstance(collator, DataCollatorWithFlattening):
         return
     known = kind.__module__.startswith(("transformers.", "trl.trainer.sft")) and kind.__name__ in _PADDING + _LABELLING
-    if not known or getattr(collator, "mlm", False):
-        name = getattr(collator, "__name__", kind.__name__)
-        got = f"a custom data collator ({name}), which may do more"
-        fix = "Do not pass data_collator, or pass transformers_packed.DataCollatorWithFlattening."
-        if _brings(trainer, collator):
-            got, fix = (
-                f"a {type(trainer).__name__}, whose own data collator ({name}) may do more",
-                f"Train it as it is{_or_batches(transformers_model(trainer.model))}.",
-            )
-        yield input_error("a collator that only pads", got, fix)
+    name = getattr(collator, "__name__", kind.__name__)
+    got = f"a custom data collator ({name}), which may do more"
+    fix = "Do not pass data_collator, or pass transformers_packed.DataCollatorWithFlattening."
+    if _brings(trainer, collator):
+        got = f"a {type(trainer).__name__}, whose own data collator ({name}) may do more"
+        fix = f"Train it as it is{_or_batches(transformers_model(trainer.model))}."
+    yield not known or getattr(collator, "mlm", False), "a collator that only pads", got, fix
 
 
 def datasets_of(trainer: Trainer, train: bool = True) -> list[Any]:
@@ -302,7 +285,7 @@ def datasets_of(trainer: Trainer, train: bool = True) -> list[Any]:
     return [dataset for dataset in datasets if dataset is not None]
 
 
-def against_removal(facts: Facts) -> Iterator[ValueError]:
+def against_removal(facts: Facts) -> Iterator[Rule]:
     """The rule that Trainer keeps the columns which divide rows and trees. Without them it would train on other samples.
 
     It removes no column of planned rows, which are lists of samples.
@@ -317,36 +300,30 @@ def against_removal(facts: Facts) -> Iterator[ValueError]:
         name = next((name for name in (TURNS, ANSWERS) if tree.get(name) is not None), None)
         name = "seq_lengths" if is_packed(dataset) else name
         got = f"remove_unused_columns=True, which removes the column {name}"
-        fix = "Set remove_unused_columns=False."
-        yield from refused((name, "a Trainer that keeps the columns of rows and trees", got, fix))
+        yield name, "a Trainer that keeps the columns of rows and trees", got, "Set remove_unused_columns=False."
 
 
-def _of_samples(trainer: Trainer) -> Iterator[ValueError]:
+def _of_samples(trainer: Trainer) -> Iterator[Rule]:
     args, sample = trainer.args, first_sample(trainer.train_dataset)
     wrapped = getattr(args, "packing", False) and getattr(args, "packing_strategy", None) == "wrapped"
     discards = 'packing_strategy="wrapped", which discards the document boundaries'
+    yield wrapped, "rows of whole documents", discards, 'Set packing_strategy="bfd".'
     cuts = "accelerator_config with dispatch_batches=True, which would cut rows into pieces"
     dispatches = trainer.accelerator.dataloader_config.dispatch_batches
-    yield from refused(
-        (wrapped, "rows of whole documents", discards, 'Set packing_strategy="bfd".'),
-        (dispatches, "processes that read their own rows", cuts, "Do not set dispatch_batches."),
-    )
+    yield dispatches, "processes that read their own rows", cuts, "Do not set dispatch_batches."
     if sample is None:
         return
     if not isinstance(sample, Mapping) or not ("input_ids" in sample or is_tree(sample)):
         got = f"columns {sorted(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
         fix = "Tokenize the dataset first. TRL's SFTTrainer does."
-        yield input_error("a train_dataset of tokenized samples", f"samples without input_ids: {got}", fix)
+        yield True, "a train_dataset of tokenized samples", f"samples without input_ids: {got}", fix
     given = [sample[name] for name in ("labels", "label", "label_ids") if sample.get(name) is not None]
     one = any(np.ndim(labels) == 0 for labels in given)
+    yield one, "labels per token", "samples with one label each (sequence classification)", _PADDED
     none = not _is_labelled(sample) and not type(trainer.data_collator).__name__.endswith(_LABELLING)
     fix = "Add a labels column, or pass DataCollatorForLanguageModeling(tokenizer, mlm=False)."
-    yield from refused(
-        (one, "labels per token", "samples with one label each (sequence classification)", _PADDED),
-        (none, "labels", "samples without labels, and a collator that creates none", fix),
-    )
-    if (unusable := find_unusable(trainer.train_dataset)) is not None:
-        yield ValueError(unusable[1])
+    yield none, "labels", "samples without labels, and a collator that creates none", fix
+    yield find_unusable(trainer.train_dataset)
 
 
 def _is_labelled(sample: Mapping[str, Any]) -> bool:
@@ -356,7 +333,7 @@ def _is_labelled(sample: Mapping[str, Any]) -> bool:
         return True
 
 
-def _of_columns(facts: Facts, model: transformers.PreTrainedModel) -> Iterator[ValueError]:
+def _of_columns(facts: Facts, model: transformers.PreTrainedModel) -> Iterator[Rule]:
     """The columns that a padded batch would pass to the model, but a packed row does not."""
     trainer = facts.trainer
     sample = first_sample(trainer.train_dataset)
@@ -366,15 +343,11 @@ def _of_columns(facts: Facts, model: transformers.PreTrainedModel) -> Iterator[V
     if find_tree(trainer.train_dataset) is not None:
         columns -= {TURNS, ANSWERS, PREFIX}
     read = set(signature(model.forward).parameters) if trainer.args.remove_unused_columns else columns
-    left_out = sorted((columns & read) - _TEXT - (_VISION if _takes_images(model) else set()))
+    takes_images = hasattr(model.config, "vision_config") and family_of(model.config).takes_images
+    left_out = sorted((columns & read) - _TEXT - (_VISION if takes_images else set()))
     whose = "a processor's" if any(name.startswith(("pixel", "image", "video")) for name in left_out) else "the"
     got = f"{whose} columns {', '.join(left_out)}, which packed rows of {type(model).__name__} do not support"
-    yield from refused((left_out, "samples of tokens", got, "Remove the columns, or train on padded batches."))
-
-
-def _takes_images(model: transformers.PreTrainedModel) -> bool:
-    """Whether the packed rows of a vision-language model may hold images."""
-    return hasattr(model.config, "vision_config") and family_of(model.config).takes_images
+    yield left_out, "samples of tokens", got, "Remove the columns, or train on padded batches."
 
 
 def excludes_graphs(trainer: Trainer) -> str | None:

@@ -155,4 +155,4 @@ reference (causal convolution), per_document(sdpa) (attention)
         raise
     if setup.mode != "off" and verify:
         VerifyCallback.add(built, setup)
-    return say(built, "; ".join([setup.line, *([] if setup.losses else stays)]))
+    return say(built, "; ".join([setup.line, *([] if setup.facts.added else stays)]))

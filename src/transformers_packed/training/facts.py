@@ -11,7 +11,10 @@ from torch.utils.data import IterableDataset
 from ..data.collator import DataCollatorWithFlattening
 from ..data.documents import is_packed
 from ..data.samples import has_items
+from ..models.losses import LOSSES, OWN, added
+from ..models.losses.loss import Loss
 from ..models.registry import transformers_model
+from .options import Options
 from .trainers import TrainerRecord, record_of
 from .typed import Trainer
 
@@ -35,10 +38,8 @@ class Facts:
     Args:
         trainer (`transformers.Trainer`):
             The Trainer.
-        mode (`str`):
+        options ([`Options`]):
             How the user wants it to train.
-        name (`str`):
-            The name of its class.
         record ([`TrainerRecord`]):
             That of its class.
         model (`PreTrainedModel`, *optional*):
@@ -49,26 +50,38 @@ class Facts:
             Whether the dataset for training has packed rows.
         plans_rows (`bool`):
             Whether it becomes planned rows. Everything that numbers samples would number rows then.
+        losses (`tuple[Loss, ...]`):
+            What a step trains: the losses of the model, and those that the options ask for.
     """
 
     trainer: Trainer
-    mode: str
-    name: str
+    options: Options
     record: TrainerRecord
     model: "transformers.PreTrainedModel | None"
     replaced: tuple[str, ...]
     packed_rows: bool
     plans_rows: bool
+    losses: tuple[Loss, ...]
 
     @classmethod
-    def of(cls, trainer: Trainer, mode: str) -> "Facts":
+    def of(cls, trainer: Trainer, options: Options) -> "Facts":
         record, dataset = record_of(trainer), trainer.train_dataset
         # Only the arguments tell of a stream that TRL packs.
         streams = record.prepares and isinstance(dataset, IterableDataset) and bool(trainer.args.packing)
         packed = is_packed(dataset)
-        plans = mode == "pack" and has_items(dataset) and not packed
+        plans = options.mode == "pack" and has_items(dataset) and not packed
         model, replaced = transformers_model(trainer.model), tuple(replaced_in(trainer))
-        return cls(trainer, mode, type(trainer).__name__, record, model, replaced, packed or streams, plans)
+        losses = _losses(model, options)
+        return cls(trainer, options, record, model, replaced, packed or streams, plans, losses)
+
+    @property
+    def mode(self) -> str:
+        return self.options.mode
+
+    @property
+    def name(self) -> str:
+        """The name of the Trainer's class."""
+        return type(self.trainer).__name__
 
     @property
     def padded(self) -> bool:
@@ -79,6 +92,11 @@ class Facts:
     def models(self) -> tuple[torch.nn.Module, ...]:
         """The models that compute its batches. The one that trains is the last one."""
         return self.record.models(self.trainer) if self.padded else (self.trainer.model,)
+
+    @property
+    def added(self) -> list[Loss]:
+        """The losses that the stock model does not compute."""
+        return added(self.losses)
 
     @property
     def own(self) -> list[str]:
@@ -118,6 +136,16 @@ def package_of(part: Any) -> str:
     function = getattr(part, "__func__", part)
     home = getattr(function, "__globals__", {"__name__": type(part).__module__})["__name__"]
     return home.partition(".")[0]
+
+
+def _losses(model: "transformers.PreTrainedModel | None", options: Options) -> tuple[Loss, ...]:
+    asked = tuple(loss for kind in LOSSES if (loss := kind.of_options(options)) is not None)
+    if any(loss.alone for loss in asked):
+        return asked
+    # A stock model has no list, unless it was set before the model gets our classes.
+    listed = OWN if model is None else vars(model).get("losses", OWN)
+    # An option counts more than what the list says of the same loss.
+    return (*(x for x in listed if not any(type(x) is type(loss) for loss in asked)), *asked)
 
 
 def _owned(trainer: Trainer, name: str) -> str:

@@ -28,13 +28,13 @@ from ..models.releases import COUNT_ITEMS, MAKE_LOADER, PREPARE
 from ..models.versions import is_rebalancing
 from ..parallel import RowShard, shard_batch
 from ..parallel.groups import check_methods, check_size
-from .checks import datasets_of, of_devices, refused
+from .checks import Rule, datasets_of, of_devices
 from .facts import Facts
-from .options import Options
 from .typed import Trainer
 
 
 _ALONE = "Train this model without sequence parallelism."
+_STREAM = "a dataset with a length", "a stream, from which each process would read different samples", ""
 
 
 class PartCollator:
@@ -109,11 +109,11 @@ class SharedRows:
         dataloader, parallel = self.own[MAKE_LOADER](*args, **kwargs), self.trainer.sequence_parallel
         if parallel is not None:
             if isinstance(dataloader.dataset, IterableDataset):
-                raise _of_stream()
+                raise input_error(*_STREAM)
             sampler = dataloader.batch_sampler
             inner = sampler.batch_sampler if isinstance(sampler, BatchSamplerShard) else sampler
             if not isinstance(sampler, BatchSamplerShard) or is_rebalancing(inner):
-                raise _of_sampler(type(inner).__name__)
+                raise input_error(*_of_sampler(type(inner).__name__))
             sampler.num_processes, sampler.process_index = parallel.data_parallel_size, parallel.data_parallel_rank
             # A single reader needs no additional batches.
             sampler.even_batches = parallel.data_parallel_size > 1
@@ -179,18 +179,17 @@ def _check_same_row(shard: RowShard) -> None:
         raise input_error(f"the same rows on {shard.size} neighboring processes", "parts of different rows", fix)
 
 
-def against_sharing(facts: Facts, options: Options) -> Iterator[ValueError]:
+def against_sharing(facts: Facts) -> Iterator[Rule]:
     """Reasons why processes cannot share a row of a Trainer, if they are to. The loss of most would look plausible."""
+    trainer, model, options = facts.trainer, facts.model, facts.options
+    size = options.sequence_parallel_size
     if not options.shares_rows:
         return
-    trainer, model, size = facts.trainer, facts.model, options.sequence_parallel_size
     args, config = trainer.args, trainer.args.accelerator_config
     answers = f"sequence_parallel_size={size} with {facts.name}, whose losses need whole answers"
     fix = "Leave it out. gradient_checkpointing=True, FSDP2 and share_prompts=True save memory too."
-    yield from refused(
-        (facts.record.pads, "a Trainer or an SFTTrainer", answers, fix),
-        (facts.padded, "packed rows for sequence_parallel_size", 'packing="batches"', "Leave one of them out."),
-    )
+    yield facts.record.pads, "a Trainer or an SFTTrainer", answers, fix
+    yield facts.padded, "packed rows for sequence_parallel_size", 'packing="batches"', "Leave one of them out."
     yield from of_devices(facts)
     try:
         check_size(size)
@@ -202,7 +201,7 @@ def against_sharing(facts: Facts, options: Options) -> Iterator[ValueError]:
         return
     world, alone = dist.get_world_size(), "processes that train alone"
     cpu = "Set use_cpu=True in the arguments if they are to train on a CPU."
-    yield from refused((args.world_size != world, f"a Trainer of all {world} processes", alone, cpu))
+    yield args.world_size != world, f"a Trainer of all {world} processes", alone, cpu
     own_loss, whole = "the model's own loss, which sums over parts of a row", "processes that read whole rows"
     average = "average_tokens_across_devices=True, because each process has a part of a row's targets"
     tensors = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
@@ -216,28 +215,17 @@ def against_sharing(facts: Facts, options: Options) -> Iterator[ValueError]:
         (trainer.compute_metrics is not None, "an evaluation by loss", "compute_metrics, which needs documents"),
         (tensors > 1, "whole layers on each process", f"tp_size={tensors}"),
     ):
-        yield from refused((is_so, expected, got, "Remove it."))
+        yield is_so, expected, got, "Remove it."
     trees = any(find_tree(dataset) is not None for dataset in datasets_of(trainer))
     got, fix = "trees or groups, which processes cannot share", "Leave out sequence_parallel_size."
-    yield from refused((trees, "samples of one document each", got, fix))
-    yield from _of_reading(facts)
+    yield trees, "samples of one document each", got, fix
+    # The processes of a group would read different rows.
+    yield not all(map(has_items, datasets_of(trainer))), *_STREAM
+    rebalances = getattr(args, "train_sampling_strategy", "random") == "batch_rebalance" and not facts.plans_rows
+    yield rebalances, *_of_sampler('train_sampling_strategy="batch_rebalance"')
 
 
-def _of_reading(facts: Facts) -> Iterator[ValueError]:
-    """Reasons why the processes of a group would read different rows."""
-    trainer = facts.trainer
-    if not all(map(has_items, datasets_of(trainer))):
-        yield _of_stream()
-    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
-    if strategy == "batch_rebalance" and not facts.plans_rows:
-        yield _of_sampler('train_sampling_strategy="batch_rebalance"')
-
-
-def _of_stream() -> ValueError:
-    return input_error("a dataset with a length", "a stream, from which each process would read different samples")
-
-
-def _of_sampler(which: str) -> ValueError:
+def _of_sampler(which: str) -> tuple[str, str, str]:
     fix = 'Keep train_sampling_strategy="random", or set "sequential".'
     got = f"a sampler that distributes them itself ({which})"
-    return input_error("batches that accelerate distributes to the processes", got, fix)
+    return "batches that accelerate distributes to the processes", got, fix

@@ -1,12 +1,13 @@
 """Decide how a Trainer trains without padding. Nothing here changes the Trainer: `apply.py` follows a [`Setup`]."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..data.collator import CausalLabelsCollator, DataCollatorWithFlattening
@@ -21,12 +22,11 @@ from ..models.families import LANGUAGE_MODELS, OWN, families_of, titles
 from ..models.family import Own
 from ..models.float8 import use_float8
 from ..models.inputs import warn_of_rope
-from ..models.losses import added, trains_trunk
-from ..models.losses.loss import Loss
+from ..models.losses import trains_trunk
 from ..models.registry import check_patch, inner_model, patch_model, set_switches
 from ..models.releases import COUNT_ITEMS, KEPT_COLUMNS, kept_columns
 from ..models.replacements import REPLACEMENTS
-from .added_losses import BesideScores, ItemCounts, LossesCallback, against_losses, losses_in, names_of, train_losses
+from .added_losses import BesideScores, ItemCounts, LossesCallback, against_losses, names_of, train_losses
 from .callbacks.every_gradient import EveryGradient
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.neftune import DocumentNoise
@@ -35,12 +35,13 @@ from .callbacks.warm_up import GraphsCallback, WarmUpCallback, usual_rows
 from .callbacks.weights import WeightsCallback
 from .changes import Change, Prepare, Setup
 from .checks import (
+    Rule,
     against_removal,
     check_cache,
     excludes_graphs,
+    first_error,
     isolation,
-    reason_against,
-    refused,
+    reasons_against,
     way_of_isolation,
 )
 from .evaluation import OwnBatches, padded_batches_of
@@ -60,7 +61,6 @@ _LIGER: dict[str, str | tuple[str, ...]] = {
     "rms_norm": "RMSNorm",
     "swiglu": "MLP",
 }
-_FLOAT8 = "; linear layers train in float8"
 # DDP sums gradients in buckets of 25 MB by default. A few large sums disturb the kernels beside them less.
 _BUCKET_MB = 100
 
@@ -72,56 +72,71 @@ def decide(trainer: Trainer, options: Options) -> Setup:
         `ValueError`: bad arguments, or an explicit mode or shared rows that are not possible.
     """
     options.check()
-    facts = Facts.of(trainer, options.mode)
-    _check_options(facts, options)
+    facts = Facts.of(trainer, options)
+    error = first_error(_against_options(facts))
+    if error is not None:
+        raise error
     if options.mode == "off":
-        return _with_losses(facts, _off(facts, options, f"packing={options.packing!r}"))
-    reason = next(against_sharing(facts, options), None) or reason_against(facts, options)
-    if reason is not None and (options.mode != "auto" or options.shares_rows):
+        return _off(facts, f"packing={options.packing!r}")
+    reason = first_error(chain(against_sharing(facts), reasons_against(facts)))
+    if reason is None:
+        return _of_batches(facts) if facts.padded else _of_rows(facts)
+    if options.mode != "auto" or options.shares_rows:
         # Whole rows may not fit into memory, and a step would have more of them.
         raise reason
-    if reason is not None:
-        why = f"{str(reason).rstrip('.')}, so no row runs as a CUDA graph" if options.cuda_graphs else str(reason)
-        return _with_losses(facts, _off(facts, options, why))
-    return _with_losses(facts, (_of_batches if facts.padded else _of_rows)(facts, options))
+    why = f"{str(reason).rstrip('.')}, so no row runs as a CUDA graph" if options.cuda_graphs else str(reason)
+    return _off(facts, why)
 
 
-def _check_options(facts: Facts, options: Options) -> None:
+def _against_options(facts: Facts) -> Iterator[Rule]:
+    options = facts.options
     compiles = options.float8 and facts.trainer.args.torch_compile
     compiled = "torch_compile=True, which compiles linear layers in the dtype of the model"
-    shares, prompts = options.share_prompts, f'share_prompts with {", ".join(PREFERENCE)}, or with packing="batches"'
+    yield compiles, "float8=True without torch_compile", compiled, "Set one of them to False."
+    prompts = f'share_prompts with {", ".join(PREFERENCE)}, or with packing="batches"'
     repeats = "Set model.share_prompts = True if your own padded batches repeat prompts."
-    losses = added(losses_in(facts.trainer, options))
+    yield options.share_prompts and not facts.padded, prompts, facts.name, repeats
     why = _excludes_graphs(facts) if options.cuda_graphs else None
     with_graphs = titles(family for family in OWN if family.has_graphs)
     graphs = f"packed rows of a model of {with_graphs}, without shards, for cuda_graphs=True"
-    for error in refused(
-        (compiles, "float8=True without torch_compile", compiled, "Set one of them to False."),
-        (shares and not facts.padded, prompts, facts.name, repeats),
-        (why, graphs, str(why), "Remove cuda_graphs=True."),
-        *(against_losses(facts, losses) if losses else ()),
-    ):
-        raise error
-    for error in against_removal(facts):
-        raise error
+    yield why, graphs, why, "Remove cuda_graphs=True."
+    yield from against_losses(facts)
+    yield from against_removal(facts)
 
 
-def _with_losses(facts: Facts, setup: Setup) -> Setup:
-    """Add to a set-up what losses beside those of the stock model need of the Trainer."""
-    trainer = facts.trainer
-    losses = losses_in(trainer, setup.options)
-    ours = added(losses)
-    if not ours:
-        return setup
-    handler = trainer.callback_handler
-    callbacks = next((x.value for x in reversed(setup.changes) if x.name == "callbacks"), handler.callbacks)
-    changes = Change.of(handler, callbacks=[LossesCallback(), *callbacks])
-    changes += Change.of(trainer, **{COUNT_ITEMS: ItemCounts(getattr(trainer, COUNT_ITEMS), ours)})
-    if facts.record.scores:
-        changes += Change.of(trainer, compute_loss=BesideScores(trainer, trainer.compute_loss))
-    weighted = " and ".join(f"{loss.weight:g} x the loss of {loss.title}" for loss in ours)
-    what = f"with {weighted}" if len(ours) < len(losses) else f"only {names_of(ours)}"
-    return replace(setup, line=f"{setup.line}; trains {what}", changes=(*setup.changes, *changes), losses=ours)
+def _setup(
+    facts: Facts, mode: str, line: str, prepare: list, changes: list, callbacks: list, *, end: str = "", **more: Any
+) -> Setup:
+    """A set-up with what no mode decides: float8, losses beside those of the stock model, Liger, and `model_init`.
+
+    `line` and `end` are what the user reads before and after these, and `more` are other arguments of [`Setup`].
+    """
+    trainer, args, handler, ours = facts.trainer, facts.trainer.args, facts.trainer.callback_handler, facts.added
+    if facts.options.float8:
+        prepare = [*prepare, patch_model, use_float8]
+        line += "; linear layers train in float8"
+    if ours:
+        # Small updates vanish in 16 bit.
+        prepare = [*prepare, partial(train_losses, facts.losses, torch.float32 if args.bf16 or args.fp16 else None)]
+        callbacks = [LossesCallback(), *callbacks]
+        changes += Change.of(trainer, **{COUNT_ITEMS: ItemCounts(getattr(trainer, COUNT_ITEMS), ours)})
+        if facts.record.scores:
+            changes += Change.of(trainer, compute_loss=BesideScores(trainer, trainer.compute_loss))
+    kept = _kept_from_liger(facts) if prepare else []
+    if kept:
+        config = {**(args.liger_kernel_config or {}), **dict.fromkeys(kept, False)}
+        changes += Change.of(args, liger_kernel_config=config)
+        line += f"; Liger leaves {', '.join(kept)} to this package"
+    if prepare and trainer.model_init is not None:
+        changes += Change.of(trainer, model_init=_prepared(trainer.model_init, prepare))
+    if callbacks != handler.callbacks:
+        changes += Change.of(handler, callbacks=callbacks)
+    line += end
+    if ours:
+        weighted = " and ".join(f"{loss.weight:g} x the loss of {loss.title}" for loss in ours)
+        line += f"; trains {f'with {weighted}' if len(ours) < len(facts.losses) else f'only {names_of(ours)}'}"
+    models = facts.models if mode == "batches" else (trainer.model,)
+    return Setup(mode, line, facts, models, tuple(prepare), tuple(changes), **more)
 
 
 def _excludes_graphs(facts: Facts) -> str | None:
@@ -133,76 +148,68 @@ def _excludes_graphs(facts: Facts) -> str | None:
     return excludes_graphs(facts.trainer) or (f"a {type(inner or facts.trainer.model).__name__}" if other else None)
 
 
-def _off(facts: Facts, options: Options, why: str) -> Setup:
-    """Leave the Trainer as it is, but for the arguments that hold the active mode, and for `float8`."""
+def _off(facts: Facts, why: str) -> Setup:
+    """Leave the Trainer as it is, but for the arguments that hold the active mode, for `float8` and for added losses."""
     trainer, args = facts.trainer, facts.trainer.args
     unset = {name: False for name in ("packing", "padding_free") if getattr(args, name, None) is None}
-    stays = f", on {facts.packed_by}" if facts.packed_by else ""
-    changes, unchanged = Change.of(args, **unset), f"training is unchanged{stays}"
+    changes = Change.of(args, **unset)
     if isinstance(trainer.data_collator, DataCollatorWithFlattening):
         changes += Change.of(trainer, **_own_batches(trainer, trainer.data_collator))
-    prepare = _whatever_the_mode(trainer, options)
-    if prepare:
-        liger, kept = _keep_from_liger(facts)
-        changes += liger + _of_model_init(trainer, prepare)
-        unchanged = f"batches are unchanged{stays}{_FLOAT8 * options.float8}{kept}"
-    line = f"Packing off, {unchanged}: {why}"
-    return Setup("off", line, options, (trainer.model,), prepare, tuple(changes))
+    what = "batches are" if facts.options.float8 or facts.added else "training is"
+    line = f"Packing off, {what} unchanged{f', on {facts.packed_by}' if facts.packed_by else ''}"
+    return _setup(facts, "off", line, [], changes, trainer.callback_handler.callbacks, end=f": {why}")
 
 
-def _of_batches(facts: Facts, options: Options) -> Setup:
+def _of_batches(facts: Facts) -> Setup:
     """The Trainer's own padded batches, which its models pack."""
-    trainer, handler = facts.trainer, facts.trainer.callback_handler
+    trainer, share_prompts = facts.trainer, facts.options.share_prompts
     prepare: list[Prepare] = [partial(_prepare, trainer.args.use_cache)]
     if not facts.record.pads:
         prepare.append(_keep_logits)
-    if options.share_prompts:
-        prepare.append(_share_prompts)
-    prepare += _whatever_the_mode(trainer, options)
-    shares = options.share_prompts or getattr(facts.model, "share_prompts", False)
-    liger, kept = _keep_from_liger(facts)
+    if share_prompts:
+        prepare.append(partial(set_switches, share_prompts=True))
+    shares = share_prompts or getattr(facts.model, "share_prompts", False)
     line = "Padding-free on: the model computes only the real tokens of padded batches"
     line += f"{', and a prompt once for all of its answers' if shares else ''}; isolation by "
-    line += way_of_isolation(trainer)[0] + _FLOAT8 * options.float8 + kept
-    changes = Change.of(handler, callbacks=[*handler.callbacks, WeightsCallback()])
-    changes += Change.of(trainer.args, packing=False, padding_free=True) + liger
-    changes += _of_model_init(trainer, tuple(prepare))
-    return Setup("batches", line, options, facts.models, tuple(prepare), tuple(changes), facts.record)
+    changes = Change.of(trainer.args, packing=False, padding_free=True)
+    callbacks = [*trainer.callback_handler.callbacks, WeightsCallback()]
+    line += way_of_isolation(trainer)[0]
+    return _setup(facts, "batches", line, prepare, changes, callbacks)
 
 
-def _of_rows(facts: Facts, options: Options) -> Setup:
+def _of_rows(facts: Facts) -> Setup:
     """Packed rows for every other Trainer."""
-    trainer, own, dataset, packed = facts.trainer, facts.own, facts.trainer.train_dataset, facts.packed_rows
+    trainer, options, own = facts.trainer, facts.options, facts.own
+    dataset, packed = trainer.train_dataset, facts.packed_rows or options.mode == "pack"
     if options.mode == "pack":
-        dataset, packed = _packed_dataset(facts, options), True
-    collator = _collator(facts)
+        dataset = _packed_dataset(facts)
+    collator, ahead = _collator(facts), RunAheadCallback(trainer)
     warn_of_rope(inner_model(trainer.model).config)
     prepare: list[Prepare] = [partial(_prepare, trainer.args.use_cache)]
-    prepare += [*[_keep_logits] * bool(own), *_whatever_the_mode(trainer, options)]
+    if own:
+        prepare.append(_keep_logits)
     if options.cuda_graphs:
-        rows = _rows_of_graphs(trainer, dataset, packed)
-        prepare.append(partial(use_cuda_graphs, max_length=rows.max_length))
+        prepare.append(partial(use_cuda_graphs, max_length=_rows_of_graphs(trainer, dataset, packed).max_length))
     elif options.cuda_graphs is not None:
         prepare.append(remove_graphs)
-    liger, kept = _keep_from_liger(facts)
-    line = _line(trainer, dataset, packed, options) + _FLOAT8 * options.float8 + kept
-    size, parts = options.sequence_parallel_size, "parts of " * options.shares_rows
-    line += f"; {size} processes share each row" * options.shares_rows
-    line += f"; trusted to work on {parts}packed rows: {', '.join(own)}" if own else ""
-    losses = losses_in(trainer, options)
-    ddp, checks = _of_ddp(facts, losses)
+    end, parts, parallel = "", "", None
     if options.shares_rows:
+        size = options.sequence_parallel_size
+        end, parts, parallel = f"; {size} processes share each row", "parts of ", {"size": size, **options.methods}
         changes = _of_sharing(trainer, collator, size)
     else:
         changes = Change.of(trainer, data_collator=collator, **_own_batches(trainer, collator))
-    changes += _of_model_init(trainer, tuple(prepare)) + ddp + liger + _of_data(facts, dataset, packed)
-    # A trunk without gradients has no graphs.
-    measures = options.cuda_graphs is None and trains_trunk(losses)
-    changes += _of_callbacks(facts, dataset, packed, measures, checks) + _of_columns(trainer)
-    mode = "pack" if packed else "padding_free"
-    parallel = {"size": options.sequence_parallel_size, **options.methods} if options.shares_rows else None
-    done = tuple(prepare), tuple(changes), facts.record, padded_batches_of(trainer), parallel
-    return Setup(mode, line, options, (trainer.model,), *done)
+    if own:
+        end += f"; trusted to work on {parts}packed rows: {', '.join(own)}"
+    ddp, checks = _of_ddp(facts)
+    changes += Change.of(trainer, training_step=ahead) + ddp + _of_data(facts, dataset, packed)
+    callbacks = [*_callbacks(facts, dataset, packed), ahead, DocumentNoise(), WeightsCallback(), *checks]
+    mode, line, padded = (
+        "pack" if packed else "padding_free",
+        _line(facts, dataset, packed),
+        padded_batches_of(trainer),
+    )
+    return _setup(facts, mode, line, prepare, changes, callbacks, end=end, padded=padded, parallel=parallel)
 
 
 def _of_sharing(trainer: Trainer, collator: DataCollatorWithFlattening, size: int) -> list[Change]:
@@ -246,9 +253,9 @@ def _own_batches(trainer: Trainer, packed: Callable) -> dict[str, OwnBatches]:
     return {name: OwnBatches(trainer, getattr(trainer, name), packed, padded) for name in names}
 
 
-def _packed_dataset(facts: Facts, options: Options) -> Any:
-    trainer, max_length = facts.trainer, options.max_length
-    dataset, args = trainer.train_dataset, trainer.args
+def _packed_dataset(facts: Facts) -> Any:
+    trainer, options = facts.trainer, facts.options
+    dataset, args, max_length = trainer.train_dataset, trainer.args, options.max_length
     if facts.packed_rows:
         if max_length is not None or options.plan_options:
             got = f"packed rows ({type(dataset).__name__})"
@@ -268,7 +275,7 @@ def _packed_dataset(facts: Facts, options: Options) -> Any:
                 f"this length. To train on {max_length} tokens of a sample, pass max_length={max_length} to SFTConfig."
             )
     defaults = {
-        "world_size": _readers(trainer, options),
+        "world_size": _readers(facts),
         # Fills every batch of every process.
         "gradient_accumulation_steps": args.gradient_accumulation_steps * args.per_device_train_batch_size,
         "balance": known_cost(trainer.model) or True,
@@ -277,9 +284,9 @@ def _packed_dataset(facts: Facts, options: Options) -> Any:
     return PackingDataset(dataset, max_length, **(defaults | options.plan_options))
 
 
-def _readers(trainer: Trainer, options: Options) -> int:
+def _readers(facts: Facts) -> int:
     """The number of processes, or groups of them, that read their own rows."""
-    return trainer.args.world_size // options.sequence_parallel_size
+    return facts.trainer.args.world_size // facts.options.sequence_parallel_size
 
 
 def _of_data(facts: Facts, dataset: Any, packed: bool) -> list[Change]:
@@ -293,20 +300,20 @@ def _of_data(facts: Facts, dataset: Any, packed: bool) -> list[Change]:
     if facts.record.prepares:
         changes += Change.of(trainer, padding_free=True)
         values["eval_packing"] = args.packing if args.eval_packing is None else args.eval_packing
+    if args.remove_unused_columns:
+        # Those that divide rows and trees. Nobody knows before training whether a stream has them.
+        kept = tuple(dict.fromkeys([*kept_columns(trainer), *DIVIDING_COLUMNS]))
+        changes += Change.of(trainer, **{KEPT_COLUMNS: kept})
     # accelerate would read the rows of a stream, for evaluation too, in one process and cut their boundaries.
+    reading = {"dispatch_batches": False}
+    if args.device.type == "cuda" and args.dataloader_pin_memory:
+        reading["non_blocking"] = True
     for config in (args.accelerator_config, trainer.accelerator.dataloader_config):
-        changes += Change.of(config, dispatch_batches=False)
+        changes += Change.of(config, **reading)
     return changes + Change.of(args, **values)
 
 
-def _of_columns(trainer: Trainer) -> list[Change]:
-    """Let Trainer keep the columns that divide rows and trees. Nobody knows before training whether a stream has them."""
-    if not trainer.args.remove_unused_columns:
-        return []
-    return Change.of(trainer, **{KEPT_COLUMNS: tuple(dict.fromkeys([*kept_columns(trainer), *DIVIDING_COLUMNS]))})
-
-
-def _of_ddp(facts: Facts, losses: Iterable[Loss]) -> tuple[list[Change], list[EveryGradient]]:
+def _of_ddp(facts: Facts) -> tuple[list[Change], list[EveryGradient]]:
     trainer = facts.trainer
     args, ddp = trainer.args, trainer.accelerator.ddp_handler
     if ddp is None:
@@ -315,36 +322,31 @@ def _of_ddp(facts: Facts, losses: Iterable[Loss]) -> tuple[list[Change], list[Ev
     values: dict[str, Any] = {"gradient_as_bucket_view": True}
     if args.ddp_bucket_cap_mb is None:
         values["bucket_cap_mb"] = _BUCKET_MB
-    searches = args.ddp_find_unused_parameters is not None or not _trains_in_each_step(facts, losses)
+    searches = args.ddp_find_unused_parameters is not None or not _trains_in_each_step(facts)
     if not searches:
         values["find_unused_parameters"] = False
     shards = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     return Change.of(ddp, **values), [EveryGradient()] * (not (searches or shards))
 
 
-def _of_callbacks(facts: Facts, dataset: Any, packed: bool, measures: bool, checks: list) -> list[Change]:
-    trainer = facts.trainer
-    args, handler = trainer.args, trainer.callback_handler
+def _callbacks(facts: Facts, dataset: Any, packed: bool) -> list[TrainerCallback]:
+    """The callbacks of the Trainer, and those that need its rows."""
+    trainer, args, before = facts.trainer, facts.trainer.args, facts.trainer.callback_handler.callbacks
     # The last one holds the row length of rows that TRL packed.
     holders = [dataset, getattr(dataset, "plan", None), args if facts.record.prepares and args.packing else None]
     row_tokens = next((x.max_length for x in holders if getattr(x, "max_length", None)), None) if packed else None
-    ahead = RunAheadCallback(trainer)
     # The user may have added the metrics.
     replaced = PackingMetricsCallback, WarmUpCallback
-    others = [callback for callback in handler.callbacks if type(callback) not in replaced]
+    others = [callback for callback in before if type(callback) not in replaced]
     # Kernels are compiled before a row is measured.
-    first = [callback for callback in handler.callbacks if type(callback) is WarmUpCallback]
-    first += [GraphsCallback(trainer)] if measures else []
-    ours_planned = dataset is not trainer.train_dataset
-    planned = [PackingPlanCallback(ours_planned)] if isinstance(dataset, PackingDataset) else []
+    first = [callback for callback in before if type(callback) is WarmUpCallback]
+    # A trunk without gradients has no graphs.
+    if facts.options.cuda_graphs is None and trains_trunk(facts.losses):
+        first.append(GraphsCallback(trainer))
+    if isinstance(dataset, PackingDataset):
+        others.append(PackingPlanCallback(dataset is not trainer.train_dataset))
     # Metrics come before others, so that reporting callbacks find them in the log.
-    metrics = PackingMetricsCallback(trainer, row_tokens=row_tokens)
-    callbacks = [*first, metrics, *others, *planned, ahead, DocumentNoise(), WeightsCallback(), *checks]
-    changes = Change.of(handler, callbacks=callbacks) + Change.of(trainer, training_step=ahead)
-    if args.device.type == "cuda" and args.dataloader_pin_memory:
-        for config in (args.accelerator_config, trainer.accelerator.dataloader_config):
-            changes += Change.of(config, non_blocking=True)
-    return changes
+    return [*first, PackingMetricsCallback(trainer, row_tokens=row_tokens), *others]
 
 
 def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
@@ -356,10 +358,10 @@ def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
     return rows
 
 
-def _trains_in_each_step(facts: Facts, losses: Iterable[Loss]) -> bool:
+def _trains_in_each_step(facts: Facts) -> bool:
     """Whether every row gives each trained parameter a gradient. Without images, a vision tower has none."""
     model, inner = facts.trainer.model, inner_model(facts.trainer.model)
-    used = [inner.base_model, inner.get_output_embeddings(), *(loss.trained_in(inner) for loss in losses)]
+    used = [inner.base_model, inner.get_output_embeddings(), *(loss.trained_in(inner) for loss in facts.losses)]
     own = {id(x) for module in used if module is not None for x in module.parameters()}
     families = families_of(inner, Own)
     text = bool(families) and getattr(inner.config, "vision_config", None) is None
@@ -374,35 +376,16 @@ def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
     """Prepare a model of the Trainer or of its `model_init`, in which Trainer does not set `use_cache`."""
     inner = inner_model(patch_model(model))
     inner.config.use_cache = use_cache
-    if (reason := check_cache(inner)) is not None:
+    if (reason := first_error([check_cache(inner)])) is not None:
         raise reason
 
 
 # A loss of the user may read the logits from a copy of the output.
 _keep_logits = partial(set_switches, skips_logits=False)
-_share_prompts = partial(set_switches, share_prompts=True)
 
 
-def _in_float8(model: torch.nn.Module) -> None:
-    use_float8(patch_model(model))
-
-
-def _whatever_the_mode(trainer: Trainer, options: Options) -> tuple[Prepare, ...]:
-    """What is done to a model with packing or without."""
-    found: list[Prepare] = [_in_float8] * options.float8
-    losses = losses_in(trainer, options)
-    if added(losses):
-        # Small updates vanish in 16 bit.
-        dtype = torch.float32 if trainer.args.bf16 or trainer.args.fp16 else None
-        found.append(partial(train_losses, losses, dtype))
-    return tuple(found)
-
-
-def _of_model_init(trainer: Trainer, prepare: tuple[Callable, ...]) -> list[Change]:
-    """Prepare each model of the Trainer's `model_init`, which creates a new one when training starts."""
-    make = trainer.model_init
-    if make is None:
-        return []
+def _prepared(make: Callable, prepare: list[Prepare]) -> Callable:
+    """A `model_init` that prepares each model that the Trainer's own one makes, a new one when training starts."""
 
     @wraps(make)
     def changed(*args):
@@ -411,24 +394,21 @@ def _of_model_init(trainer: Trainer, prepare: tuple[Callable, ...]) -> list[Chan
             change(model)
         return model
 
-    return Change.of(trainer, model_init=changed)
+    return changed
 
 
-def _keep_from_liger(facts: Facts) -> tuple[list[Change], str]:
-    """Turn off Liger's options for modules that our classes replace. Trainer applies them when it trains."""
-    args, model = facts.trainer.args, facts.model
-    if not args.use_liger_kernel or model is None or not check_patch(model):
-        return [], ""
+def _kept_from_liger(facts: Facts) -> list[str]:
+    """Liger's options for modules that our classes replace. Trainer applies them when it trains."""
+    model = facts.model
+    if not facts.trainer.args.use_liger_kernel or model is None or not check_patch(model):
+        return []
     replaced = {*REPLACEMENTS, *REPLACEMENTS.values()}
     names = [type(module).__name__ for module in model.modules() if type(module) in replaced]
-    kept = [option for option, ends in _LIGER.items() if any(name.endswith(ends) for name in names)]
-    config = {**(args.liger_kernel_config or {}), **dict.fromkeys(kept, False)}
-    return Change.of(args, liger_kernel_config=config), f"; Liger leaves {', '.join(kept)} to this package" * bool(
-        kept
-    )
+    return [option for option, ends in _LIGER.items() if any(name.endswith(ends) for name in names)]
 
 
-def _line(trainer: Trainer, dataset: Any, packed: bool, options: Options) -> str:
+def _line(facts: Facts, dataset: Any, packed: bool) -> str:
+    trainer = facts.trainer
     isolated = f"isolation by {way_of_isolation(trainer)[0]}"
     if not packed:
         saved = _estimated_saving(dataset, trainer.args.per_device_train_batch_size)
@@ -436,7 +416,7 @@ def _line(trainer: Trainer, dataset: Any, packed: bool, options: Options) -> str
         return f"Padding-free on: {known}{isolated}"
     if isinstance(dataset, PackingDataset):
         plan, args = dataset.plan, trainer.args
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * _readers(trainer, options)
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * _readers(facts)
         steps = count(-(-len(plan) // rows), "step")
         return (
             f"Packing on: fill {plan.fill:.1%}, about {1 / (1 - plan.padding_avoided):.1f} x fewer tokens computed than in "

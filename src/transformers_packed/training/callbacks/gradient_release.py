@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerState
 
 from ...models.cuda_graphs import find_text_models
 from ...models.optimizers import EACH_BACKWARD
-from ..checks import refused
+from ..checks import first_error
 from ..optimizers import unwrapped
 from ..typed import Trainer
 
@@ -87,7 +87,8 @@ class GradientReleaseCallback(TrainerCallback):
             (trainer.accelerator.scaler, "bf16=True", "a scaler of gradients", "Remove fp16=True."),
             (recorded, "layers without CUDA graphs", "recorded layers", graphs),
         )
-        for error in refused(
-            *((wrong, f"{expected} for gradient release", *rest) for wrong, expected, *rest in rules)
-        ):
+        error = first_error(
+            (wrong, f"{expected} for gradient release", got, fix) for wrong, expected, got, fix in rules
+        )
+        if error is not None:
             raise error

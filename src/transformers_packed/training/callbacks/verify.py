@@ -167,7 +167,8 @@ class VerifyCallback(TrainerCallback):
             (change.value for change in setup.changes if change.name == "data_collator"), trainer.data_collator
         )
         # A collator that the user has set since may contain ours, and loaders of shared rows give each to several processes.
-        explicit = setup.options.mode != "auto" or bool(setup.losses) or setup.options.shares_rows
+        facts = setup.facts
+        explicit = facts.mode != "auto" or bool(facts.added) or facts.options.shares_rows
         # Training has begun with the first batch.
         explicit = explicit or isinstance(loader, FirstBatch)
         if explicit or trainer.data_collator is not ours:
@@ -339,7 +340,7 @@ class VerifyCallback(TrainerCallback):
 
     def _verify_batches(self, model, loader: Any, state: State) -> str:
         """Compare the Trainer's step on a padded batch that the models pack with that on one that they do not pack."""
-        trainer, record = self.trainer, self.setup.record
+        trainer, record = self.trainer, self.setup.facts.record
         why = None if record.batch else _why_unread(loader, state)
         if why is not None:
             return f"Not verified: {why}."
