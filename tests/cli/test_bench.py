@@ -85,7 +85,7 @@ class CommandTest(BenchTestCase):
         for ours in (False, True):
             torch.manual_seed(0)
             # In evaluation, bitsandbytes packs the weights anew on some CPUs, which fails for small layers.
-            model = untrained_model(config, settings, False, torch.device("cpu"), 64, ours).train()
+            model = untrained_model(config, settings, torch.float32, torch.device("cpu"), 64, ours).train()
             with torch.no_grad():
                 losses.append(model(input_ids=ids, labels=ids).loss.item())
             linear = {name.rpartition(".")[2] for name, x in model.named_modules() if type(x).__name__ == "Linear4bit"}
@@ -179,7 +179,7 @@ class CommandTest(BenchTestCase):
         settings = {"batch_size": 8, "lora": False, "gradient_checkpointing": False, "attn": "sdpa", "float8": False}
         settings |= {"weights": "float32", "cuda_graphs": False, "seconds": 0.01, "seed": 0, "lengths": [5, 9]}
         settings |= {"load_in_4bit": False}
-        (self.path / "settings.json").write_text(json.dumps(settings | {"bfloat16": False}))
+        (self.path / "settings.json").write_text(json.dumps(settings | {"dtype": "float32"}))
         for arm in arms.ARMS:
             kernels, measured = mock.Mock(), mock.Mock(wraps=bench_arm.tqdm)
             order = mock.Mock()

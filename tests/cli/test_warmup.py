@@ -112,7 +112,7 @@ class WarmupCommandTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             AutoModelForCausalLM.from_config(model.config).save_pretrained(folder)
             settings = Namespace(lora=True, lora_rank=16, experts=True, load_in_4bit=True, attn=None)
-            trained = load_model(folder, settings, False)
+            trained = load_model(folder, settings, torch.float32)
         for found in (lambda x: x.named_modules(), lambda x: x.named_parameters(), lambda x: x.named_buffers()):
             ours, theirs = ({name: type(x) for name, x in found(one)} for one in (model, trained))
             self.assertEqual(ours, theirs)

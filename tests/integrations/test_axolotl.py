@@ -85,10 +85,11 @@ class CollatorTest(unittest.TestCase):
         self.assertEqual(batch["cu_seqlens"].tolist(), [0, 3, 5])
         self.assertNotIn("padding_tokens", batch)
 
-    def test_columns_that_cannot_be_packed(self):
+    def test_masked_tokens_are_padding(self):
         rows = [[sample(5, 6, 7, attention_mask=[1, 1, 0]), sample(8, 9, attention_mask=[1, 1])]]
-        with self.assertRaisesRegex(ValueError, "an attention_mask with zeros"):
-            self.collator()(rows)
+        batch = self.collator()(rows)
+        self.assertEqual(batch["input_ids"].tolist(), [[5, 6, 8, 9, 0, 0, 0, 0]])
+        self.assertEqual(batch["cu_seqlens"].tolist(), [0, 2, 4, 8])
 
 
 class PluginTest(unittest.TestCase):

@@ -19,7 +19,7 @@ import torch
 from ..data.collator import DataCollatorWithFlattening
 from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
-from ..foreign import attention_of
+from ..foreign import attention_of, swapped_in
 from ..models.losses.head import head_loss
 from ..models.mtp_head import add_mtp, first_choices, head_of, language_model
 from ..models.trunk_row import TrunkRow
@@ -110,21 +110,13 @@ def mtp_acceptance(
     head = head_of(inner) or add_mtp(inner)
     implementation = attention_of(inner.config.get_text_config())
     if steps > 1 and implementation not in ("sdpa", "eager"):
-        expected, fix = (
-            "attention that takes a mask for several steps",
-            'Load the model with attn_implementation="sdpa".',
-        )
-        raise input_error(expected, f'"{implementation}"', fix)
-    modes = [(module, module.training) for module in inner.modules()]
-    inner.eval()
+        fix = 'Load the model with attn_implementation="sdpa".'
+        raise input_error("attention that takes a mask for several steps", f'"{implementation}"', fix)
     collator = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore", model=inner)
     found: list[tuple] = []
-    try:
+    with swapped_in(inner.modules(), training=False):
         for row in _rows(samples, max_tokens):
             found += _of_row(inner, head, collator, row, steps)
-    finally:
-        for module, mode in modes:
-            module.training = mode
     accepted, drafted, losses = (torch.stack(x) for x in zip(*found, strict=True))
     return MtpAcceptance(accepted, drafted, losses)
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from ..foreign import swapped_in
+
 
 # Represents a change that is not finite, such as NaN that spreads from one document to another.
 NOT_FINITE = 1e9
@@ -99,14 +101,8 @@ def eager(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Context manager that disables `torch.compile`, because compiled graphs run no hooks."""
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
-    compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
-    for module in compiled:
-        module._compiled_call_impl = None
-    try:
+    with swapped_in([x for x in model.modules() if x._compiled_call_impl], _compiled_call_impl=None):
         yield model
-    finally:
-        for module, implementation in compiled.items():
-            module._compiled_call_impl = implementation
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     inner = inner_model(model)
     devices = sorted({x.device.index for x in model.parameters() if x.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), _same_values(model):
-        with _frozen(model), _in_training(model), quiet(model):
+        with frozen(model), _in_training(model), quiet(model):
             if hasattr(inner.config, "use_cache"):
                 inner.config.use_cache = False
             _batch_experts(inner, notes)
@@ -73,7 +73,8 @@ def _same_values(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _frozen(model: torch.nn.Module) -> Iterator[None]:
+def frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Compute no gradients of parameters meanwhile."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         model.requires_grad_(False)

@@ -69,19 +69,19 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from .finetune import check_adapters, check_float8, computes_in_bfloat16, supported_config
+    from .finetune import check_adapters, check_float8, compute_dtype, supported_config
 
     if args.plot and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install matplotlib")
     check_adapters(args)
-    bfloat16 = computes_in_bfloat16(args.dtype)
+    dtype = compute_dtype(args.dtype)
     if args.float8:
-        check_float8(bfloat16)
+        check_float8(dtype)
     config = supported_config(args.model, args).get_text_config()
     lengths = choose_lengths(args)
     names = ("batch_size", "lora", "lora_rank", "experts", "load_in_4bit", "float8", "cuda_graphs", "attn", "weights")
     settings = {name: getattr(args, name) for name in (*names, "gradient_checkpointing", "seconds", "seed")}
-    settings |= {"lengths": lengths, "bfloat16": bfloat16}
+    settings |= {"lengths": lengths, "dtype": str(dtype).removeprefix("torch.")}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(
         f"{config.model_type} on {device}: {count(len(lengths), 'document')} of {min(lengths):,} to {max(lengths):,} tokens, "
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         work = Path(directory)
         config.save_pretrained(work)
         results = run_arms("bench_arm", work, settings, args.time_limit)
-    status = print_report(results, "bfloat16" if bfloat16 else "float32")
+    status = print_report(results, settings["dtype"])
     if args.plot:
         draw(results, f"{config.model_type}, {sum(lengths):,} tokens a step, {device}", args.plot)
         print(f"Wrote {args.plot}")

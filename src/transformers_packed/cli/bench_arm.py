@@ -18,7 +18,7 @@ from ..ops.autotuning import tuned_in_threads
 from ..training.warm_up import start_compiling, warm_up
 from .audit import hide_gpu_packages
 from .demo_arms import peak_memory
-from .finetune import dtype_of_products, untrained_model
+from .finetune import untrained_model
 
 
 _LEARNING_RATE = 1e-5
@@ -30,9 +30,9 @@ def time_arm(arm: str, work: Path, device: torch.device) -> dict[str, Any]:
     """Time the steps of one arm."""
     settings = Namespace(**json.loads((work / "settings.json").read_text(encoding="utf-8")))
     set_seed(settings.seed)
-    lengths, config = settings.lengths, AutoConfig.from_pretrained(work)
+    lengths, config, dtype = settings.lengths, AutoConfig.from_pretrained(work), getattr(torch, settings.dtype)
     # What `transformers-packed train` would load.
-    model = untrained_model(config, settings, settings.bfloat16, device, sum(lengths), ours=arm == "packed").train()
+    model = untrained_model(config, settings, dtype, device, sum(lengths), ours=arm == "packed").train()
     vocabulary = model.config.get_text_config().vocab_size
     documents = [torch.randint(1, vocabulary, (length,)).tolist() for length in lengths]
     batches = pack(documents, model) if arm == "packed" else pad(documents, settings.batch_size)
@@ -42,7 +42,7 @@ def time_arm(arm: str, work: Path, device: torch.device) -> dict[str, Any]:
     targets = torch.tensor(sum(lengths) - len(lengths), device=device)
 
     def loss_of(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             return model(**batch, num_items_in_batch=targets, use_cache=False).loss
 
     def step() -> float:
@@ -57,7 +57,7 @@ def time_arm(arm: str, work: Path, device: torch.device) -> dict[str, Any]:
         # Waits for the device.
         return torch.stack(losses).sum().item()
 
-    dtype, kernels = dtype_of_products(settings.bfloat16), None
+    kernels = None
     if arm == "padded":
         # Its own kernels take longer, so those of the packed arm are on disk when it comes.
         kernels = start_compiling(config, device, dtype)

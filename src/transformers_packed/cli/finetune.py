@@ -90,21 +90,23 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     kept = settings_to_keep(settings, source, samples)
     check_same_settings(settings.output, kept, settings.resume)
     set_seed(settings.seed)
-    bfloat16 = trains_in_bfloat16(settings) or computes_in_bfloat16(settings.dtype)
+    dtype = torch.bfloat16 if trains_in_bfloat16(settings) else compute_dtype(settings.dtype)
     if settings.float8:
-        check_float8(bfloat16)
+        check_float8(dtype)
     # The compiler works while the weights are loaded.
-    start_compiling(config, device_of_this_process(), dtype_of_products(bfloat16))
-    model = load_model(source, settings, bfloat16)
-    _check_head(config, settings)
+    start_compiling(config, device_of_this_process(), dtype)
+    model = load_model(source, settings, dtype)
+    for trains, option in ((settings.mtp, "--mtp"), (settings.mtp_only, "--mtp-only")):
+        if trains:
+            check_head(config, option)
     check_vocabulary(model, samples)
-    trainer = make_trainer(model, tokenizer, samples, settings, bfloat16)
-    base, dtype = model.get_base_model() if settings.lora else model, "bfloat16" if bfloat16 else "float32"
+    trainer = make_trainer(model, tokenizer, samples, settings, dtype)
+    base = model.get_base_model() if settings.lora else model
     part = "" if config.get_text_config() is config else ", only its language model"
     say(
         f"{type(base).__name__}{_adapters(settings)} from {type(config).__name__}{part}: "
         f"{model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters trained, "
-        f"{dtype} on {trainer.args.device}."
+        f"{str(dtype).removeprefix('torch.')} on {trainer.args.device}."
     )
     _say_start(settings, checkpoint, damaged)
     raise_on_interrupt()
@@ -200,12 +202,6 @@ def _check_optimizer(settings: Namespace) -> None:
             raise input_error(f"{expected} with {name}", got, fix, option="--optim")
 
 
-def _check_head(config: PreTrainedConfig, settings: Namespace) -> None:
-    for trains, option in ((settings.mtp, "--mtp"), (settings.mtp_only, "--mtp-only")):
-        if trains:
-            check_head(config, option)
-
-
 def _check_checkpoints(settings: Namespace) -> None:
     """Raise a `ValueError` for options of checkpoints that this release of Transformers does not have."""
     if (settings.offload or settings.every_n_layers or settings.keep_attention) and not can_select_checkpoints():
@@ -280,36 +276,28 @@ def device_of_this_process() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % number) if number else torch.device("cpu")
 
 
-def computes_in_bfloat16(dtype: str) -> bool:
-    """Whether matrix products run in bfloat16."""
-    if dtype == "auto":
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return dtype == "bfloat16"
+def compute_dtype(name: str) -> torch.dtype:
+    """The dtype of matrix products that `--dtype` names, under autocast in training."""
+    if name != "auto":
+        return getattr(torch, name)
+    has_bfloat16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
-def dtype_of_products(bfloat16: bool) -> torch.dtype:
-    """The dtype of matrix products under the autocast of a training, if any."""
-    return torch.bfloat16 if bfloat16 else torch.float32
-
-
-def check_float8(bfloat16: bool) -> None:
+def check_float8(dtype: torch.dtype) -> None:
     """Raise a `ValueError` if products in float8 cannot run on this device, or in this dtype."""
     weight = torch.empty(MULTIPLE, MULTIPLE, device="cuda" if torch.cuda.is_available() else "cpu")
-    if reason := verify(weight, weight, torch.bfloat16 if bfloat16 else torch.float32):
+    if reason := verify(weight, weight, dtype):
         expected, got = "a device and a dtype with products in float8", f"others: it {reason}"
         raise input_error(expected, got, "Remove --float8.", option="--float8")
 
 
-def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedModel:
+def load_model(source: str, settings: Namespace, dtype: torch.dtype) -> PreTrainedModel:
     """Our causal language model of the checkpoint, with LoRA adapters, and in 4 bit, if requested."""
     # Small updates vanish in bfloat16 weights, so trained weights are float32 unless the optimizer keeps them.
-    low = bfloat16 if settings.lora else trains_in_bfloat16(settings)
-    dtype = torch.bfloat16 if low else torch.float32
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "attn_implementation": settings.attn,
-        "trust_remote_code": False,
-    }
+    if not settings.lora:
+        dtype = torch.bfloat16 if trains_in_bfloat16(settings) else torch.float32
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": settings.attn, "trust_remote_code": False}
     if settings.load_in_4bit:
         # Each weight is quantized on the device where it stays.
         options |= {"quantization_config": nf4(dtype), "device_map": {"": device_of_this_process()}}
@@ -321,14 +309,13 @@ def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedMo
 def untrained_model(
     config: PreTrainedConfig,
     settings: Namespace,
-    bfloat16: bool,
+    dtype: torch.dtype,
     device: torch.device,
     max_length: int,
     ours: bool = True,
 ) -> PreTrainedModel:
     """A causal language model with random weights, with our classes and their options or with Transformers'."""
-    frozen = torch.bfloat16 if bfloat16 else torch.float32
-    dtype = frozen if settings.lora else getattr(torch, settings.weights)
+    dtype = dtype if settings.lora else getattr(torch, settings.weights)
     with registered() if ours else nullcontext(), torch.device("meta") if settings.load_in_4bit else device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=settings.attn)
     if settings.load_in_4bit:
@@ -368,7 +355,11 @@ def check_vocabulary(model: PreTrainedModel, samples: Samples) -> None:
 
 
 def make_trainer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Samples, settings: Namespace, bfloat16: bool
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: Samples,
+    settings: Namespace,
+    dtype: torch.dtype,
 ) -> RunFolderTrainer:
     """The stock Trainer without padding. Its loss is the mean over all targets of a step."""
     checkpointing, options = checkpointing_argument(), {"use_reentrant": False}
@@ -386,7 +377,7 @@ def make_trainer(
         warmup_steps=settings.warmup_steps,
         **{checkpointing: settings.gradient_checkpointing, f"{checkpointing}_kwargs": options},
         # FSDP2 would copy trained weights in bfloat16 to float32 for it.
-        bf16=bfloat16 and not trains_in_bfloat16(settings),
+        bf16=dtype == torch.bfloat16 and not trains_in_bfloat16(settings),
         use_cpu=not torch.cuda.is_available(),
         # The packed forward makes no cache. This keeps the checkpoint's setting for generation.
         use_cache=model.config.use_cache,

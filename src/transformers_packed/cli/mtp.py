@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from ..data.records.samples import make_samples, read_records
     from ..models.registry import registered
     from .checkpoint import load_tokenizer, load_weights
-    from .finetune import check_head, check_vocabulary, computes_in_bfloat16, supported_config
+    from .finetune import check_head, check_vocabulary, compute_dtype, supported_config
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -59,9 +59,8 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer("--model", args.model, args.trust_remote_code)
     records = islice(read_records(args.data, args.split, args.subset), args.samples)
     samples = make_samples(records, tokenizer, args.max_length, args.format)
-    dtype = torch.bfloat16 if computes_in_bfloat16(args.dtype) else torch.float32
     with registered():
-        options = {"dtype": dtype, "attn_implementation": args.attn, "trust_remote_code": False}
+        options = {"dtype": compute_dtype(args.dtype), "attn_implementation": args.attn, "trust_remote_code": False}
         model = load_weights("--model", args.model, AutoModelForCausalLM, **options)
     check_head(config, "--model")
     check_vocabulary(model, samples)

@@ -42,33 +42,25 @@ def run(args: argparse.Namespace) -> int:
     from ..errors import input_error
     from ..models.sizes import take_few_layers
     from ..training.warm_up import compiles_kernels, warm_up
-    from .finetune import (
-        check_adapters,
-        check_float8,
-        computes_in_bfloat16,
-        dtype_of_products,
-        supported_config,
-        untrained_model,
-    )
+    from .finetune import check_adapters, check_float8, compute_dtype, supported_config, untrained_model
 
     check_adapters(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not compiles_kernels(device):
         fix = "Run the command where training will run. A CPU needs no kernels."
         raise input_error("a CUDA device, for which kernels are compiled", device.type, fix)
-    bfloat16 = computes_in_bfloat16(args.dtype)
+    dtype = compute_dtype(args.dtype)
     if args.float8:
-        check_float8(bfloat16)
+        check_float8(dtype)
     config = supported_config(args.model, args).get_text_config()
     take_few_layers(config, args.float8)
-    model = untrained_model(config, args, bfloat16, device, args.row_length)
+    model = untrained_model(config, args, dtype, device, args.row_length)
 
     def loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             return model(**batch).loss
 
     raise_on_interrupt()
-    dtype = dtype_of_products(bfloat16)
     found = warm_up(model, args.row_length, max_documents=args.max_documents, loss=loss, dtype=dtype)
     print_kernels(found)
     return 0

@@ -148,13 +148,11 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         super().__init__(*args, **kwargs)
         if on_leak not in get_args(OnLeak):
             raise input_error('on_leak "error", "warn" or "ignore"', repr(on_leak))
-        if pad_to_multiple_of is not None:
-            if pad_to_multiple_of < 1:
-                raise input_error("pad_to_multiple_of of at least 1", f"{pad_to_multiple_of}", "Change it.")
-            if pad_token_id is None:
-                raise input_error(
-                    "pad_token_id with pad_to_multiple_of", "none", "Pass pad_token_id=tokenizer.pad_token_id."
-                )
+        if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
+            raise input_error("pad_to_multiple_of of at least 1", f"{pad_to_multiple_of}", "Change it.")
+        if pad_to_multiple_of is not None and pad_token_id is None:
+            fix = "Pass pad_token_id=tokenizer.pad_token_id."
+            raise input_error("pad_token_id with pad_to_multiple_of", "none", fix)
         self.on_leak = on_leak
         inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
         self.model_shares_prompts = inner is not None and has_our_classes(inner) and bool(families_of(inner, Own))
@@ -251,10 +249,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             raise input_error("a row of TreeRow.pack() alone in its batch", got, "Set the batch size to 1.")
         self._check_trees(features, None)
         boundaries, parent_of, columns = read_trl_row(features[0])
-        columns |= {
-            "cu_seqlens": boundaries.cu_seqlens,
-            "position_ids": columns["position_ids"] + self.position_ids_start,
-        }
+        positions = columns["position_ids"] + self.position_ids_start
+        columns |= {"cu_seqlens": boundaries.cu_seqlens, "position_ids": positions}
         if not self.return_position_ids:
             del columns["position_ids"]
         to_tensor = self._to_tensor(return_tensors)

@@ -11,7 +11,8 @@ import torch
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.collators import V2BatchSamplerDataCollatorForSeq2Seq
 
-from ..boundaries import SequenceBoundaries
+from ..data.collator import DataCollatorWithFlattening
+from ..data.samples import TOKEN_COLUMNS
 from ..errors import input_error
 from .stock_methods import Framework
 
@@ -99,36 +100,21 @@ class PackedCollator(V2BatchSamplerDataCollatorForSeq2Seq):
 
     Returns `input_ids`, `labels` and other columns `[1, T]` with one value per token, `position_ids` `[1, T]` and
     `cu_seqlens` `[N+1]`. All padding is at the end of the row, as its last document, and `padding_tokens` (`int`) is its
-    length. There is no `attention_mask`.
+    length. There is no `attention_mask`: tokens with a mask of 0 are removed.
     """
 
     def __call__(self, features: list, return_tensors: str | None = None) -> dict[str, Any]:
         """Collate samples, or rows of samples, into one row."""
-        rows = features if isinstance(features[0], list) else [features]
-        batch = dict(super().__call__(features, return_tensors))
-        batch.pop("position_ids", None)
-        mask = batch.pop("attention_mask", None)
-        lengths = [[len(sample["input_ids"]) for sample in row] for row in rows]
-        shape = batch["input_ids"].shape
+        # Axolotl's batch tells the columns, and the tokens with its padding.
+        batch = super().__call__(features, return_tensors)
+        shape, tokens = batch["input_ids"].shape, batch["input_ids"].numel()
         for name, column in batch.items():
             if column.shape != shape:
                 got = f"column {name} of shape {tuple(column.shape)}"
                 raise input_error("columns with one value per token", got, "Remove it, or set sample_packing: false.")
-        is_real = torch.arange(shape[1]) < torch.tensor([sum(row) for row in lengths])[:, None]
-        if self.tokenizer.padding_side == "left":
-            is_real = is_real.flip(1)
-        if mask is not None and bool((mask[is_real] == 0).any()):
-            raise input_error("samples without padding", "an attention_mask with zeros", "Remove the padding tokens.")
-        # A stable sort keeps the order of the real tokens, and moves all padding behind them.
-        order = (~is_real).flatten().to(torch.uint8).argsort(stable=True)
-        batch = {name: column.flatten()[order][None] for name, column in batch.items()}
-        padding = int((~is_real).sum())
-        documents = [length for row in lengths for length in row]
-        if padding:
-            documents.append(padding)
-        boundaries = SequenceBoundaries.from_lengths(documents)
-        if "labels" in batch:
-            # No token of the same document predicts its first token.
-            batch["labels"][0, boundaries.cu_seqlens[:-1].long()] = -100
-        batch |= {"position_ids": boundaries.position_ids, "cu_seqlens": boundaries.cu_seqlens}
-        return batch | ({"padding_tokens": padding} if padding else {})
+        padding = {"pad_to_multiple_of": tokens, "pad_token_id": self.tokenizer.pad_token_id}
+        columns = [name for name in batch if name not in (*TOKEN_COLUMNS, "position_ids")]
+        flatten = DataCollatorWithFlattening(
+            return_cu_seqlens=True, token_columns=columns, on_leak="ignore", **padding
+        )
+        return flatten([features])

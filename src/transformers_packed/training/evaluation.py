@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..data.documents import PaddedSamples, unpacked
+from ..foreign import swapped
 from .facts import LOSS_FUNCTION, replaced_in
 from .typed import Trainer
 
@@ -47,19 +48,17 @@ class OwnBatches:
         self.trainer, self.method, self.packed, self.padded = trainer, method, packed, padded
 
     def __call__(self, dataset: Any = None, **kwargs: Any) -> Any:
-        trainer = self.trainer
+        trainer, given = self.trainer, self.trainer.eval_dataset
         if trainer.data_collator is not self.packed or self._reads_only_the_loss():
             return self.method(dataset, **kwargs)
-        given = trainer.eval_dataset
-        try:
-            trainer.data_collator = self.padded
-            if isinstance(dataset, str):
-                trainer.eval_dataset = {**given, dataset: unpacked(given[dataset])}
-            elif dataset is None:
-                trainer.eval_dataset = unpacked(given)
-            return self.method(dataset if isinstance(dataset, str | None) else unpacked(dataset), **kwargs)
-        finally:
-            trainer.data_collator, trainer.eval_dataset = self.packed, given
+        if isinstance(dataset, str):
+            given = {**given, dataset: unpacked(given[dataset])}
+        elif dataset is None:
+            given = unpacked(given)
+        else:
+            dataset = unpacked(dataset)
+        with swapped(vars(trainer), data_collator=self.padded, eval_dataset=given):
+            return self.method(dataset, **kwargs)
 
     def _reads_only_the_loss(self) -> bool:
         trainer = self.trainer

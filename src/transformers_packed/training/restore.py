@@ -4,14 +4,16 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ..audit.model_state import frozen
 from ..data.samples import has_items
-from ..foreign import swapped
+from ..foreign import swapped, swapped_in
 from ..models.losses import OWN, losses_of, trains_trunk
 from ..models.packed_model import PackedModelMixin
 from ..models.registry import inner_model
@@ -94,18 +96,10 @@ def beside_ddp(wrapped: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def not_packing(model: torch.nn.Module) -> Iterator[None]:
+def not_packing(model: torch.nn.Module) -> AbstractContextManager:
     """Compute padded batches as such meanwhile, also in the models that losses read."""
-    inner = (inner_model(one) for one in _with_others(model))
-    before = [(one, one.packs_padding) for one in inner if isinstance(one, PackedModelMixin)]
-    try:
-        for one, _ in before:
-            one.packs_padding = False
-        yield
-    finally:
-        for one, packs in before:
-            one.packs_padding = packs
+    modules = chain.from_iterable(one.modules() for one in _with_others(model))
+    return swapped_in([x for x in modules if isinstance(x, PackedModelMixin)], packs_padding=False)
 
 
 def _with_others(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -115,8 +109,7 @@ def _with_others(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def without_cache(model: torch.nn.Module) -> AbstractContextManager:
     """Make no cache meanwhile. A padded batch would need kernels for it that training does not need."""
-    config = inner_model(model).config.get_text_config()
-    return swapped(vars(config), use_cache=False) if getattr(config, "use_cache", False) else nullcontext()
+    return swapped(vars(inner_model(model).config.get_text_config()), use_cache=False)
 
 
 def exact_for(model: torch.nn.Module, args: Any = None) -> Exact | None:
@@ -153,21 +146,17 @@ def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     tensors: list[torch.Tensor] = [x for one in _with_others(model) for x in (*one.parameters(), *one.buffers())]
     narrow = [x for x in tensors if x.dtype in _FLOATS and x.dtype.itemsize < dtype.itemsize]
     before = [(tensor, tensor.data) for tensor in narrow]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     attributes = dict(vars(model))
     undo_prepare(model)
     prepared = {name: value for name, value in attributes.items() if vars(model).get(name) is not value}
     try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
         for tensor, data in before:
             tensor.data = data.to(dtype)
-        yield
+        with frozen(model):
+            yield
     finally:
         for tensor, data in before:
             tensor.data = data
-        for parameter in trained:
-            parameter.requires_grad_(True)
         vars(model).update(prepared)
 
 

@@ -18,7 +18,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
@@ -131,36 +131,35 @@ class State:
         if hasattr(value, "__dict__"):
             yield from self._attributes(vars(value), path)
         slots = [name for base in type(value).__mro__ for name in _slots(base)]
-        before = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-
-        def undo() -> None:
-            for name in slots:
-                if name not in before:
-                    with suppress(AttributeError):
-                        object.__delattr__(value, name)
-                elif getattr(value, name, None) is not before[name]:
-                    object.__setattr__(value, name, before[name])
-
         if slots:
-            self._undo.append(undo)
-        yield from _named(before, path)
+            change = partial(object.__setattr__, value), partial(object.__delattr__, value)
+            before = self._names(
+                lambda: {name: getattr(value, name) for name in slots if hasattr(value, name)}, *change
+            )
+            yield from _named(before, path)
         yield from ((base, path) for base in type(value).__mro__)
 
     def _attributes(
         self, values: dict[str, Any], path: str, chosen: Callable[[str], bool] = lambda name: True
     ) -> Iterable[Found]:
         """The variables of a namespace with these names."""
-        before = {name: x for name, x in values.items() if chosen(name)}
+        change = values.__setitem__, values.__delitem__
+        return _named(self._names(lambda: {name: x for name, x in values.items() if chosen(name)}, *change), path)
+
+    def _names(self, read: Callable[[], dict[str, Any]], put: Callable, delete: Callable) -> dict[str, Any]:
+        """Note the names that `read` returns, with their values, and return them."""
+        before = read()
 
         def undo() -> None:
-            for name in [name for name in values if chosen(name) and name not in before]:
-                del values[name]
+            now = read()
+            for name in now.keys() - before.keys():
+                delete(name)
             for name, x in before.items():
-                if name not in values or values[name] is not x:
-                    values[name] = x
+                if name not in now or now[name] is not x:
+                    put(name, x)
 
         self._undo.append(undo)
-        return _named(before, path)
+        return before
 
     def _module(self, value: torch.nn.Module, path: str) -> Iterable[Found]:
         if isinstance(value, PreTrainedModel):
@@ -245,16 +244,8 @@ class State:
     def _class(self, value: type, path: str) -> Iterable[Found]:
         if not _is_of_user(value.__module__):
             return
-        before = {name: x for name, x in vars(value).items() if not name.startswith("__")}
-
-        def undo() -> None:
-            for name in [name for name in vars(value) if name not in before and not name.startswith("__")]:
-                delattr(value, name)
-            for name, x in before.items():
-                if vars(value).get(name) is not x:
-                    setattr(value, name, x)
-
-        self._undo.append(undo)
+        change = partial(setattr, value), partial(delattr, value)
+        self._names(lambda: {name: x for name, x in vars(value).items() if not name.startswith("__")}, *change)
         for name, x in vars(value).items():
             yield getattr(x, "__func__", getattr(x, "fget", x)), f"{path}.{name}"
 

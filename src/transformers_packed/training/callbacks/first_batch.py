@@ -1,13 +1,15 @@
 """The first batch of a stream. Only training reads a stream, so its samples are known when the first batch is made."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from copy import copy
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
 from ...data.excerpts import source_of
 from ...data.samples import has_items
+from ...foreign import swapped
 from ..typed import Trainer
 
 
@@ -32,8 +34,7 @@ class FirstBatch:
         self._show: Callable | None = show
         # Those of callbacks, such as for metrics, come later.
         kinds = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-        hooks = [getattr(module, kind) for module in trainer.model_wrapped.modules() for kind in kinds]
-        self._hooks = [(found, dict(found)) for found in hooks]
+        self._hooks = [(x, {kind: copy(vars(x)[kind]) for kind in kinds}) for x in trainer.model_wrapped.modules()]
 
     @classmethod
     def put_in(cls, trainer: Trainer, loader: Any, show: Callable[["FirstBatch"], None]) -> bool:
@@ -52,22 +53,9 @@ class FirstBatch:
             if self.trainer.args.world_size > 1:
                 broadcast_object_list(everywhere)
             self.dataset = everywhere[0]
-            with self._earlier_hooks():
+            with ExitStack() as stack:
+                for module, hooks in self._hooks:
+                    stack.enter_context(swapped(vars(module), **hooks))
                 show(self)
             self.dataset = []
         return self.collate_fn(samples)
-
-    @contextmanager
-    def _earlier_hooks(self) -> Iterator[None]:
-        later = [(hooks, dict(hooks)) for hooks, _ in self._hooks]
-        try:
-            _set(self._hooks)
-            yield
-        finally:
-            _set(later)
-
-
-def _set(hooks: list[tuple[dict, dict]]) -> None:
-    for place, found in hooks:
-        place.clear()
-        place.update(found)

@@ -34,7 +34,16 @@ logger = logging.get_logger(__name__)
 _KEY = "packing_state"
 
 
-class PackingPlanCallback(TrainerCallback, ExportableState):
+class _Saved(TrainerCallback, ExportableState):
+    """A callback with a state that Trainer writes to `trainer_state.json`."""
+
+    saved: dict | None = None
+
+    def state(self) -> dict:
+        return {"args": {}, "attributes": {"saved": self.saved}}
+
+
+class PackingPlanCallback(_Saved):
     """Refuses other rows than those of the plan, or of the checkpoint to resume. [`configure_packing`] adds it.
 
     Rows are the same for another number of processes if a step has as many rows as before. The fingerprint of the
@@ -51,11 +60,6 @@ class PackingPlanCallback(TrainerCallback, ExportableState):
 
     def __init__(self, planned: bool = False):
         self.planned = planned
-        self.saved: dict | None = None
-
-    def state(self) -> dict:
-        """The state that Trainer writes to `trainer_state.json`."""
-        return {"args": {}, "attributes": {"saved": self.saved}}
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
         sampler = sampler_of(train_dataloader)
@@ -96,7 +100,7 @@ class PackingPlanCallback(TrainerCallback, ExportableState):
         return {"rows_per_step": rows_per_step, "plan": plan.fingerprint, "order": order}
 
 
-class PackingStateCallback(TrainerCallback, ExportableState):
+class PackingStateCallback(_Saved):
     """Lets Trainer resume an [`IterablePackingDataset`] at the position of a checkpoint, without reading it again.
 
     Set `ignore_data_skip=True`, so that Trainer does not skip batches itself. The state is part of
@@ -121,14 +125,6 @@ class PackingStateCallback(TrainerCallback, ExportableState):
 
     ```
     """
-
-    def __init__(self):
-        self.saved: dict | None = None
-        self._batches: _StatesTakenOut | None = None
-
-    def state(self) -> dict:
-        """The state that Trainer writes to `trainer_state.json`."""
-        return {"args": {}, "attributes": {"saved": self.saved}}
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
         dataset, self.saved = self._check(args, train_dataloader), None

@@ -261,21 +261,18 @@ class VerifyCallback(TrainerCallback):
         self, model, forward: Callable, batch: dict, places: list, errors: AbstractContextManager
     ) -> str | None:
         """Look for gradients between documents, and return why there are none to look at, if so."""
-        unseen: str | None = None
 
-        def look() -> None:
-            nonlocal unseen
+        def look() -> str | None:
             try:
                 with errors:
                     leak = leak_between(model, forward, batch, places)
             except UnseenError as error:
                 # What follows tells whether this is so in a padded batch too.
-                unseen = described(error)
-            else:
-                check_leak(leak, len(places))
+                return described(error)
+            check_leak(leak, len(places))
+            return None
 
-        self._together(look)
-        return unseen
+        return self._together(look)
 
     def _compare(self, row: Row) -> tuple[Found, float, str]:
         """Compare a row with its padded batch. Returns the result, the seconds of a step, and the losses in words."""
@@ -284,18 +281,19 @@ class VerifyCallback(TrainerCallback):
             side = self._together(_stops_training()(lambda: Side(row.step)))
             padded = Side(row.step_padded)
             found = self._find(model, side, padded)
-
-        def equal() -> None:
-            if found.different:
-                raise DifferenceError(f"{found.different} {PADDED}")
-
-        self._together(equal)
         return found, side.seconds, f"{side.loss:.4f}, padded {padded.loss:.4f}{found.note}"
 
-    def _find(self, model, row: Side, other: Side, what: str = BATCH) -> Found:
-        """Compare two sides in the precision of the Trainer."""
+    def _find(self, model, row: Side, other: Side, what: str = BATCH, fix: str = PADDED) -> Found:
+        """Compare two sides in the precision of the Trainer. A difference on any process is raised on all of them."""
         precision = precision_of(model, self.trainer.args), exact_for(model, self.trainer.args)
-        return find_difference(row, other, *precision, what=what, anywhere=self._anywhere)
+
+        def find() -> Found:
+            found = find_difference(row, other, *precision, what=what, anywhere=self._anywhere)
+            if found.different:
+                raise DifferenceError(f"{found.different} {fix}")
+            return found
+
+        return self._together(find)
 
     def _verify_longer(self, short: Row, loader: Any, seconds: float) -> str:
         """Compare a row of longer documents with its padded batch, where there are any and time allows."""
@@ -333,9 +331,8 @@ class VerifyCallback(TrainerCallback):
 
         with quiet(model):
             parts, whole = Side(lambda: step_of_parts(trainer, model, part, row.places)), Side(step)
-            found = self._find(model, parts, whole, "the whole row")
-        if found.different:
-            raise DifferenceError(f"{found.different} Train without sequence parallelism, or pass verify=False.")
+            fix = "Train without sequence parallelism, or pass verify=False."
+            found = self._find(model, parts, whole, "the whole row", fix)
         return f"; {sequence_parallel.size} parts of the row {found.unknown or f'{parts.loss:.4f}{found.note}'}"
 
     def _verify_batches(self, model, loader: Any, state: State) -> str:
@@ -352,8 +349,6 @@ class VerifyCallback(TrainerCallback):
             padded = Side(step.padded)
             packed = self._together(_stops_training()(lambda: Side(step.packed)))
             found = self._find(model, packed, padded)
-        if found.different:
-            raise DifferenceError(f"{found.different} {PADDED}")
         unknown = found.unknown or unseen or step.says_nothing(padded)
         if unknown:
             return f"Not verified: {unknown}."
