@@ -1,6 +1,11 @@
 """A common format for input errors: the expected input, the actual input, and the fix. And counts in words."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+# A condition, what is expected, what came if it holds, and the fix. Or the error of another check, if there is one.
+Rule = tuple[Any, str, Any, str] | ValueError | None
 
 
 def input_error(expected: object, got: object, fix: str = "", *, option: str = "") -> ValueError:
@@ -18,6 +23,27 @@ def input_error(expected: object, got: object, fix: str = "", *, option: str = "
     ```
     """
     return ValueError(f"{option and f'{option}: '}expected {expected}, got {got}. {fix}".rstrip())
+
+
+def first_error(rules: Iterable[Rule]) -> ValueError | None:
+    """Return the error of the first rule that applies.
+
+    Example:
+
+    ```python
+    >>> from transformers_packed.errors import first_error
+    >>> print(first_error([(False, "a list", "a tensor", ""), (True, "rows", "none", "Add some.")]))
+    expected rows, got none. Add some.
+
+    ```
+    """
+    for rule in rules:
+        if isinstance(rule, tuple):
+            applies, *words = rule
+            rule = input_error(*words) if applies else None
+        if rule is not None:
+            return rule
+    return None
 
 
 def unsupported(where: str, what: str, fix: str = "") -> ValueError:

@@ -26,11 +26,12 @@ from trl.trainer.utils import identity
 from transformers_packed import PackingDataset, configure_packing, pack_dataset
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.data.dataset import find_tree
+from transformers_packed.errors import first_error
 from transformers_packed.models import verdict
 from transformers_packed.models.versions import supports_other_families
 from transformers_packed.training import checks as module
 from transformers_packed.training import setup
-from transformers_packed.training.checks import _of_collator, first_error
+from transformers_packed.training.checks import _of_collator
 
 
 library_collate = FunctionType((lambda rows: {}).__code__, {"__name__": "library.collators"}, "library_collate")

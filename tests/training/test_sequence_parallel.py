@@ -33,7 +33,7 @@ from transformers_packed import (
     SequenceBoundaries,
     register,
 )
-from transformers_packed.training.checks import first_error
+from transformers_packed.errors import first_error
 from transformers_packed.training.facts import Facts
 from transformers_packed.training.options import Options
 from transformers_packed.training.sequence_parallel import against_sharing

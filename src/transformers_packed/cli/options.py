@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -137,11 +138,6 @@ def positive_int(text: str, lowest: int = 1) -> int:
     return number
 
 
-def row_length(text: str) -> int:
-    """The `type` of options for the tokens of a row. A row of one token has no target."""
-    return positive_int(text, lowest=2)
-
-
 def positive_float(text: str) -> float:
     """The `type` of options for positive numbers."""
     try:
@@ -212,7 +208,8 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "dtype of trained weights; frozen weights have the compute dtype",
     },
     "--optim": {"choices": tuple(OPTIMIZERS), "default": DEFAULT, "metavar": "NAME", "help": _OPTIM},
-    "--row-length": {"type": row_length, "metavar": "N"},
+    # A row of one token has no target.
+    "--row-length": {"type": partial(positive_int, lowest=2), "metavar": "N"},
     "--gradient-accumulation-steps": {**_COUNT, "default": 1, "help": "rows per optimizer step on each device"},
     "--gradient-checkpointing": {
         "action": "store_true",

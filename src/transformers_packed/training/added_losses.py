@@ -7,12 +7,11 @@ import torch
 from accelerate.utils import reduce
 from transformers import TrainerCallback
 
-from ..errors import input_error
+from ..errors import Rule, input_error
 from ..models.losses import losses_of
 from ..models.losses.head import sum_of
 from ..models.losses.loss import Loss
 from ..models.registry import inner_model, patch_model
-from .checks import Rule
 from .facts import Facts
 from .typed import Trainer
 

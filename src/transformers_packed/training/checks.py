@@ -5,7 +5,7 @@ whether a model keeps documents apart. For models with classes of ours, the veri
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..data.documents import first_sample, is_packed
 from ..data.samples import ANSWERS, PREFIX, TOKEN_TYPES, TURNS, VISION_COLUMNS, is_tree, present
 from ..data.tables import columns_of
 from ..data.trees import nodes_of
-from ..errors import input_error
+from ..errors import Rule, input_error
 from ..foreign import attention_of
 from ..models.adapters import adapter_per_row
 from ..models.families import LANGUAGE_MODELS, families_of, family_of, titles
@@ -58,19 +58,6 @@ _SDPA = 'attn_implementation="sdpa"'
 ROWS = "a sampler of packed rows"
 KEEPS_SAMPLERS = 'Pass packing="padding_free", whose batches have the samples of any sampler.'
 _EVERYTHING: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
-# A condition, what is expected, what came if it holds, and the fix. Or an error of another module, if there is one.
-Rule = tuple[Any, str, Any, str] | ValueError | None
-
-
-def first_error(rules: Iterable[Rule]) -> ValueError | None:
-    """The error of the first rule that applies."""
-    for rule in rules:
-        if isinstance(rule, tuple):
-            applies, *words = rule
-            rule = input_error(*words) if applies else None
-        if rule is not None:
-            return rule
-    return None
 
 
 def reasons_against(facts: Facts) -> Iterator[Rule]:

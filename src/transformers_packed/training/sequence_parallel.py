@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import find_tree
 from ..data.samples import has_items
-from ..errors import input_error
+from ..errors import Rule, input_error
 from ..foreign import swapped
 from ..models.families import sizes_of
 from ..models.registry import inner_model
@@ -28,7 +28,7 @@ from ..models.releases import COUNT_ITEMS, MAKE_LOADER, PREPARE
 from ..models.versions import is_rebalancing
 from ..parallel import RowShard, shard_batch
 from ..parallel.groups import check_methods, check_size
-from .checks import Rule, datasets_of, of_devices
+from .checks import datasets_of, of_devices
 from .facts import Facts
 from .typed import Trainer
 
@@ -132,7 +132,7 @@ class SharedRows:
         if parallel is None:
             return step(model, inputs, prediction_loss_only, ignore_keys)
         # The mean over the targets of this part, not a share of the sum over all processes.
-        with swapped(vars(trainer), **{COUNT_ITEMS: _count_nothing}):
+        with swapped(vars(trainer), **{COUNT_ITEMS: lambda *_: None}):
             loss, _, _ = step(model, inputs, True, ignore_keys)
         if loss is None or targets is None:
             return loss, None, None
@@ -157,10 +157,6 @@ class SharedRows:
             trainer._compared_rows = True
         inputs["boundaries"] = shard
         return inputs
-
-
-def _count_nothing(*args: Any) -> None:
-    return None
 
 
 def part_collator(trainer: Trainer, collator: DataCollatorWithFlattening, size: int) -> PartCollator:

@@ -16,7 +16,7 @@ from ..data.planning.rows import mean_of_longest
 from ..data.samples import DIVIDING_COLUMNS, has_items
 from ..data.streaming import IterablePackingDataset
 from ..data.usual_rows import Rows
-from ..errors import count, input_error
+from ..errors import Rule, count, first_error, input_error
 from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
 from ..models.families import LANGUAGE_MODELS, OWN, families_of, titles
 from ..models.family import Own
@@ -34,16 +34,7 @@ from .callbacks.resume import PackingPlanCallback
 from .callbacks.warm_up import GraphsCallback, WarmUpCallback, usual_rows
 from .callbacks.weights import WeightsCallback
 from .changes import Change, Prepare, Setup
-from .checks import (
-    Rule,
-    against_removal,
-    check_cache,
-    excludes_graphs,
-    first_error,
-    isolation,
-    reasons_against,
-    way_of_isolation,
-)
+from .checks import against_removal, check_cache, excludes_graphs, isolation, reasons_against, way_of_isolation
 from .evaluation import OwnBatches, padded_batches_of
 from .facts import Facts
 from .options import Options

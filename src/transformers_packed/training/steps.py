@@ -15,8 +15,8 @@ from ..foreign import swapped
 from ..models.releases import prepare_inputs
 from ..parallel.collectives import all_gather
 from .compare import GRADIENT, LOSS, Measured
-from .padded_steps import items_of, largest_gradient, only_finite
-from .restore import drop_gradients, not_packing, replaced_collator, without_cache
+from .padded_steps import items_of, only_finite, own_step
+from .restore import not_packing, replaced_collator, without_cache
 from .sequence_parallel import PartCollator
 from .typed import Trainer
 from .warm_up import compiles_kernels, only_loss
@@ -78,28 +78,21 @@ def loss_of(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
 
 def step_of(trainer: Trainer, model, batch: dict[str, Any], places: list[torch.Tensor]) -> Measured:
     """The loss of the Trainer's own step, and its gradient with respect to the documents' embeddings."""
-    batch, items = items_of(trainer, batch)
     with watch(model) as seen:
-        loss = trainer.training_step(model, dict(batch), items).detach()
+        own = own_step(trainer, model, batch)
     hidden = _at(seen.hidden, batch, places)
-    shown = {
-        LOSS: loss,
-        "last hidden state": None if hidden is None else only_finite(hidden),
-        "gradient of the weights": only_finite(largest_gradient(model)),
-        GRADIENT: _at(seen.embeddings if seen.embeddings is None else seen.embeddings.grad, batch, places),
-    }
-    drop_gradients(model)
-    return {name: x for name, x in shown.items() if x is not None}
+    gradient = _at(None if seen.embeddings is None else seen.embeddings.grad, batch, places)
+    # Hidden states are compared before the gradients that follow from them.
+    shown = {LOSS: own[LOSS], "last hidden state": None if hidden is None else only_finite(hidden), **own}
+    return {name: x for name, x in (shown | {GRADIENT: gradient}).items() if x is not None}
 
 
 def step_of_parts(trainer: Trainer, model, part: dict[str, Any], places: list[torch.Tensor]) -> Measured:
     """The same of a row whose parts several processes compute."""
     shared = trainer.sequence_parallel
-    batch, items = items_of(trainer, part)
     with watch(model) as seen:
-        loss = trainer.training_step(model, dict(batch), items).detach()
+        loss = own_step(trainer, model, part)[LOSS]
     parts = None if seen.embeddings is None else seen.embeddings.grad
-    drop_gradients(model)
     dist.all_reduce(loss, group=shared.group)
     # The mean over the processes follows in training.
     shown = {LOSS: loss / shared.size}

@@ -124,13 +124,13 @@ def _losses(
     mask_targets_across_documents(boundaries, None, targets)
 
     parts = [_alone(batch, targets, *part) for part in zip(sources, boundaries.lengths, strict=True)]
-    number = sum(part.targets for part in parts)
+    number = sum(count for _, count in parts)
 
     def of_row() -> Measured:
         return {LOSS: model(**batch).loss}
 
     def of_documents() -> Measured:
-        losses = [part.targets * model(**part.batch, use_cache=False).loss for part in parts if part.targets]
+        losses = [count * model(**part, use_cache=False).loss for part, count in parts if count]
         return {LOSS: torch.stack(losses).sum() / number}
 
     with quiet(model), torch.no_grad():
@@ -144,18 +144,13 @@ def _losses(
     return row.loss, alone.loss
 
 
-class _Alone(NamedTuple):
-    """A document alone, and its targets."""
-
-    batch: dict[str, torch.Tensor]
-    targets: int
-
-
-def _alone(batch: Mapping[str, Any], targets: dict[str, Any], source: torch.Tensor, length: int) -> _Alone:
-    """The tokens `source`, of which the last `length` have the targets that they have in the row."""
+def _alone(
+    batch: Mapping[str, Any], targets: dict[str, Any], source: torch.Tensor, length: int
+) -> tuple[dict[str, torch.Tensor], int]:
+    """The tokens `source`, of which the last `length` have the targets that they have in the row, and their number."""
     own = {name: x[:, source] for name, x in targets.items() if x is not None}
     for name, x in own.items():
         # The row has no target for the first one either. That of its last one may be in the next document.
         x[:, : len(source) - length + (name == "labels")] = IGNORED_LABEL
     count = int((own.get("shift_labels", own["labels"]) != IGNORED_LABEL).sum())
-    return _Alone({"input_ids": batch["input_ids"][:, source], **own}, count)
+    return {"input_ids": batch["input_ids"][:, source], **own}, count

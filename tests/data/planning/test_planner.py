@@ -466,7 +466,7 @@ class FileTest(unittest.TestCase):
         ):
             with self.subTest(**dict.fromkeys(changes)):
                 self.rewrite(**changes)
-                self.refuses("which is damaged")
+                self.refuses()
                 self.plan.save(self.path)
 
     def test_another_version(self):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from ...errors import count, input_error
+from ...errors import count, first_error, input_error
 from ...models.families import sizes_of
 from ...models.memory import ALL_TRAINED, FULL, HALF, Lora, way_of_attention
 from ...models.optimizers import DEFAULT, OPTIMIZERS, check_optimizer
@@ -220,11 +220,27 @@ def plan_sequence_parallel(
 
     ```
     """
-    rows = gradient_accumulation_steps
-    sizes = _checked_sizes(
-        config, weights, max_length=max_length, gpus=gpus, memory=memory, gradient_accumulation_steps=rows
+    rows, lora = gradient_accumulation_steps, Lora(lora_rank, lora_experts, load_in_4bit)
+    sizes = sizes_of(config, "Train this model without sequence parallelism.")
+    positive = {"max_length": max_length, "gpus": gpus, "memory": memory, "gradient_accumulation_steps": rows}
+    mixture = any(isinstance(layer.mlp, Experts) for layer in sizes.layers)
+    remove, full = "Leave lora_experts out.", "Full fine-tuning trains all weights as they are."
+    rules = (
+        (weights not in _WIDTHS, 'weights "bfloat16" or "float32"', repr(weights), ""),
+        *((not value > 0, f"{name} above 0", value, "") for name, value in positive.items()),
+        (lora_rank < 0, "lora_rank of at least 0", lora_rank, ""),
+        (lora_experts and not lora_rank, "lora_rank with lora_experts", lora_rank, full),
+        (load_in_4bit and not lora_rank, "lora_rank with load_in_4bit", lora_rank, full),
+        (lora_experts and not mixture, "a mixture of experts, with lora_experts", config.model_type, remove),
+        (
+            lora_experts and lora_rank > MAX_RANK,
+            f"lora_rank of at most {MAX_RANK} with lora_experts",
+            lora_rank,
+            "Lower it.",
+        ),
     )
-    lora = _checked_lora(sizes, config, lora_rank, lora_experts, load_in_4bit)
+    if (error := first_error(rules)) is not None:
+        raise error
     adamw = check_optimizer(optimizer, "float32" if lora.rank else weights, rows)
     # Each part must cover the receptive field of the convolution.
     most = max(1, max_length // max(1, sizes.delta_rule.window - 1))
@@ -251,30 +267,6 @@ def plan_sequence_parallel(
     if not any(needed):
         raise _nothing_fits(plan, unfit)
     return plan
-
-
-def _checked_sizes(config: PreTrainedConfig, weights: str, **positive: float) -> Sizes:
-    """Return the sizes of a model, or raise the error of an argument of [`plan_sequence_parallel`]."""
-    if weights not in _WIDTHS:
-        raise input_error('weights "bfloat16" or "float32"', repr(weights))
-    for name, value in positive.items():
-        if not value > 0:
-            raise input_error(f"{name} above 0", value)
-    return sizes_of(config, "Train this model without sequence parallelism.")
-
-
-def _checked_lora(sizes: Sizes, config: PreTrainedConfig, rank: int, experts: bool, in_4bit: bool) -> Lora:
-    """Return the adapters that the arguments of [`plan_sequence_parallel`] describe, or raise the error of one."""
-    if rank < 0:
-        raise input_error("lora_rank of at least 0", rank)
-    for name, given in (("lora_experts", experts), ("load_in_4bit", in_4bit)):
-        if given and not rank:
-            raise input_error(f"lora_rank with {name}", rank, "Full fine-tuning trains all weights as they are.")
-    if experts and not any(isinstance(layer.mlp, Experts) for layer in sizes.layers):
-        raise input_error("a mixture of experts, with lora_experts", config.model_type, "Leave lora_experts out.")
-    if experts and rank > MAX_RANK:
-        raise input_error(f"lora_rank of at most {MAX_RANK} with lora_experts", rank, "Lower it.")
-    return Lora(rank, experts, in_4bit)
 
 
 def _that_fit_heads(

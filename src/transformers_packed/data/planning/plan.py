@@ -326,18 +326,15 @@ class PackingPlan:
                 arrays = {name: stored[name] for name in stored.files}
             header = json.loads(arrays.pop("header").tobytes())
             found = header.pop("format"), header.pop("version")
+            if found != (_FORMAT, _FORMAT_VERSION):
+                raise ValueError(f"of format {found[0]}, version {found[1]}")
+            header["cost"] = PackingCost(**header["cost"])
+            plan = cls(**{"starts": None, **arrays, **header})
+            plan._check_arrays()
         except OSError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise input_error(wanted, f"{path} ({error})", fix) from error
-        if found != (_FORMAT, _FORMAT_VERSION):
-            raise input_error(wanted, f"{path} of format {found[0]}, version {found[1]}", fix)
-        try:
-            header["cost"] = PackingCost(**header["cost"])
-            plan = cls(**{"starts": None, **arrays, **header})
-            plan._check_arrays()
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise input_error(wanted, f"{path}, which is damaged ({error})", fix) from error
         return plan
 
     def _check_arrays(self) -> None:

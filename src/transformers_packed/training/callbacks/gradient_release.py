@@ -7,9 +7,9 @@ import torch
 import transformers
 from transformers import TrainerCallback, TrainerState
 
+from ...errors import first_error
 from ...models.cuda_graphs import find_text_models
 from ...models.optimizers import EACH_BACKWARD
-from ..checks import first_error
 from ..optimizers import unwrapped
 from ..typed import Trainer
 

@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..facts import package_of
 from ..optimizers import unwrapped
 from .gradient_release import end_releases
 
@@ -38,7 +39,7 @@ def rounded_away(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> st
     """Describe the trained weights of 16 bits whose small updates are lost, or return `None` if there are none."""
     optimizer = unwrapped(optimizer)
     # torchao's optimizers have this option.
-    if _package(optimizer) not in _IN_PLACE and getattr(optimizer, "bf16_stochastic_round", True):
+    if package_of(optimizer) not in _IN_PLACE and getattr(optimizer, "bf16_stochastic_round", True):
         return None
     factors = {id(x) for name, x in model.named_parameters() if not _FACTORS.isdisjoint(name.split("."))}
     trained = [x for group in optimizer.param_groups for x in group["params"] if id(x) not in factors]
@@ -66,7 +67,3 @@ def rounded_apart(optimizer: torch.optim.Optimizer, processes: int) -> str | Non
         f"{type(optimizer).__name__} rounds updates at random in each process. The weights of the {processes} processes stay "
         "equal only while all of them draw the same random numbers: train without dropout and NEFTune."
     )
-
-
-def _package(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer).__module__.partition(".")[0]
