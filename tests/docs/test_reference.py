@@ -120,7 +120,7 @@ class CommandLineTest(unittest.TestCase):
         import write_cli
 
         modules = Path(cli.__file__).parent.glob("*.py")
-        commands = {path.stem for path in modules if "\ndef add_parser(" in path.read_text(encoding="utf-8")}
+        commands = {path.stem for path in modules if "\ndef add_options(" in path.read_text(encoding="utf-8")}
         self.assertEqual(set(cli.COMMANDS), commands)
         for name in commands:
             self.assertIn(f"## transformers-packed {name}\n", write_cli.page())

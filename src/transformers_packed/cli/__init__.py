@@ -1,7 +1,7 @@
 """The command line, `transformers-packed`.
 
-Each command is a module with two functions: `add_parser` declares its options, and `run` takes the parsed arguments
-and returns the exit status. Torch and Transformers take seconds to import, so only `run` does. This module imports
+Each command is a module with texts for its help and two functions: `add_options` declares its options, and `run` takes the
+parsed arguments and returns the exit status. Torch and Transformers take seconds to import, so only `run` does. This module imports
 next to nothing, so that Ctrl-C is handled from the first moment on.
 
 Behind the commands, `finetune.py`, `demo_arms.py` and `bench_arm.py` train. `run_folder.py` has the files of a run, and

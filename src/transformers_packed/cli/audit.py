@@ -16,23 +16,21 @@ if TYPE_CHECKING:
 # Stock classes call these packages if they can be imported, even for CPU tensors, on which they crash.
 GPU_ONLY = ("fla", "causal_conv1d", "mamba_ssm")
 
-_EXAMPLES = """\
+HELP = "measure whether a model keeps the documents of a packed row apart"
+DESCRIPTION = (
+    "Change one document of a packed row and measure the effect on the logits and gradients of the "
+    "others. Exit status: 0 if documents are isolated with all boundaries that the collator can provide (without "
+    "'all' in --inputs, or if the model refuses it, with each kind that the model accepts), 1 if they leak, 2 if "
+    "the audit failed."
+)
+EXAMPLES = """\
 transformers-packed audit qwen3_5_text --stock
 transformers-packed audit Qwen/Qwen3.5-0.8B --json > audit.json
 """
 
 
-def add_parser(subparsers) -> Parser:
-    """Declare the command and its options."""
-    parser = subparsers.add_parser(
-        "audit",
-        help="measure whether a model keeps the documents of a packed row apart",
-        description="Change one document of a packed row and measure the effect on the logits and gradients of the "
-        "others. Exit status: 0 if documents are isolated with all boundaries that the collator can provide (without "
-        "'all' in --inputs, or if the model refuses it, with each kind that the model accepts), 1 if they leak, 2 if "
-        "the audit failed.",
-        examples=_EXAMPLES,
-    )
+def add_options(parser: Parser) -> None:
+    """Declare the options of the command."""
     add = parser.add_argument
     add("model", metavar="MODEL_OR_TYPE", help="checkpoint (directory or name on the Hub), or model type, built tiny")
     add("--stock", action="store_true", help="audit Transformers' class even if this package has one")
@@ -46,7 +44,6 @@ def add_parser(subparsers) -> Parser:
     add("--lengths", nargs="+", type=positive_int, metavar="N", help="document lengths (default: selected edge cases)")
     parser.add_shared("--plot", metavar="FILE", help="plot the influence between documents (needs matplotlib)")
     parser.add_shared("--json")
-    return parser
 
 
 def hide_gpu_packages() -> list[str]:

@@ -22,22 +22,20 @@ from .process import raise_on_interrupt
 _SPREAD = 1.0
 _LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 
-_EXAMPLES = """\
+HELP = "time training steps of a model on this machine, padded and packed"
+DESCRIPTION = (
+    "Time whole training steps of --model on this machine: padded batches with Transformers' class, and "
+    "a packed row with ours. A step is forward, backward, clipping and AdamW. Only the configuration of the model is "
+    "read: its weights are random. Lengths of documents come from --data, or are generated."
+)
+EXAMPLES = """\
 transformers-packed bench --model Qwen/Qwen3.5-0.8B
 transformers-packed bench --model Qwen/Qwen3.5-4B --data chats.jsonl --row-length 8192 --lora --plot bench.png
 """
 
 
-def add_parser(subparsers) -> Parser:
-    """Declare the command and its options."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="time training steps of a model on this machine, padded and packed",
-        description="Time whole training steps of --model on this machine: padded batches with Transformers' class, and "
-        "a packed row with ours. A step is forward, backward, clipping and AdamW. Only the configuration of the model is "
-        "read: its weights are random. Lengths of documents come from --data, or are generated.",
-        examples=_EXAMPLES,
-    )
+def add_options(parser: Parser) -> None:
+    """Declare the options of the command."""
     add, add_count, shared = parser.add_argument, parser.add_count, parser.add_shared
     shared("--model")
     shared("--row-length", default=4096, help="tokens per step, in one packed row")
@@ -55,7 +53,6 @@ def add_parser(subparsers) -> Parser:
     add("--time-limit", type=positive_float, default=300, metavar="S", help=limit)
     shared("--plot", help="plot speed and memory (needs matplotlib)")
     shared("--seed", "--trust-remote-code")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from transformers.utils import find_adapter_config_file
 
 from ..errors import input_error
 from ..models.mtp import HEAD_FILE
+from .lines import shortened
 
 
 _LOG_IN = "`hf auth login`"
@@ -39,8 +40,6 @@ _UNAVAILABLE = (
 )
 
 _LOCAL_OR_HUB = "a local directory or a model on the Hub"
-# Keys that an error names, of each kind.
-_SHOWN_KEYS = 3
 
 
 def load_config(option: str, source: str, trust_remote_code: bool, expected: str = _LOCAL_OR_HUB) -> PreTrainedConfig:
@@ -106,17 +105,11 @@ def load_weights(option: str, source: str, auto: Any, **options) -> PreTrainedMo
         got = f"{source}: {' '.join(str(error).split()).rstrip('.')}"
         raise input_error("weights that Transformers can convert", got, fix, option=option) from error
     kinds = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "of another shape"}
-    found = {
-        told: sorted(key if isinstance(key, str) else key[0] for key in info[kind]) for kind, told in kinds.items()
-    }
-    if wrong := [f"{len(keys)} {told} ({_first_of(keys)})" for told, keys in found.items() if keys]:
+    found = {told: [key if isinstance(key, str) else key[0] for key in info[kind]] for kind, told in kinds.items()}
+    if wrong := [f"{len(keys)} {told} ({shortened(keys)})" for told, keys in found.items() if keys]:
         got = f"{source} with {', '.join(wrong)}"
         raise input_error(f"all weights of {type(model).__name__} and no others", got, fix, option=option)
     return model
-
-
-def _first_of(keys: list[str]) -> str:
-    return ", ".join(keys if len(keys) <= _SHOWN_KEYS else [*keys[:_SHOWN_KEYS], "..."])
 
 
 @contextmanager

@@ -23,28 +23,25 @@ VOCAB_SIZE = 4096
 MAX_LENGTH = 512
 LOSS_TOLERANCE = 1e-3
 
-_EXAMPLES = """\
+HELP = "compare padded and packed training of a small model on the CPU"
+DESCRIPTION = (
+    "Train a small Qwen3.5 twice on the CPU: on padded batches with Transformers' class, and on "
+    "packed rows with ours, from the same weights and samples. Prints a comparison, and writes demo.png if matplotlib is "
+    "installed."
+)
+EXAMPLES = """\
 transformers-packed demo
 transformers-packed demo --samples 400 --steps 10
 """
 
 
-def add_parser(subparsers) -> Parser:
-    """Declare the command and its options."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="compare padded and packed training of a small model on the CPU",
-        description="Train a small Qwen3.5 twice on the CPU: on padded batches with Transformers' class, and on "
-        "packed rows with ours, from the same weights and samples. Prints a comparison, and writes demo.png if matplotlib is "
-        "installed.",
-        examples=_EXAMPLES,
-    )
+def add_options(parser: Parser) -> None:
+    """Declare the options of the command."""
     parser.add_argument("--output", type=Path, default=Path("."), metavar="DIR", help="directory for demo.png")
     parser.add_count("--samples", "samples to train on", 4000)
     parser.add_count("--steps", "training steps per arm", 50)
     parser.add_count("--batch-size", "samples per step", 8)
     parser.add_shared("--seed")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,26 +12,23 @@ from .options import Parser
 
 _HEADINGS = {"problem": "Problems:", "warning": "Slow:", "note": "Notes:"}
 
-_EXAMPLES = """\
+HELP = "find problems and slow parts of this machine or a model, and their fixes"
+DESCRIPTION = (
+    "Print versions, the implementation of each op for training packed rows on this machine, the "
+    "reasons why others do not run, and the commands that change it. With --model, also whether and how the model "
+    "keeps documents apart; only its configuration is read. Exit status: 1 if documents would mix, results would be "
+    "wrong, or a GPU lacks a kernel that can be installed, else 0."
+)
+EXAMPLES = """\
 transformers-packed doctor
 transformers-packed doctor --model Qwen/Qwen3.5-0.8B
 """
 
 
-def add_parser(subparsers) -> Parser:
-    """Declare the command and its options."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="find problems and slow parts of this machine or a model, and their fixes",
-        description="Print versions, the implementation of each op for training packed rows on this machine, the "
-        "reasons why others do not run, and the commands that change it. With --model, also whether and how the model "
-        "keeps documents apart; only its configuration is read. Exit status: 1 if documents would mix, results would be "
-        "wrong, or a GPU lacks a kernel that can be installed, else 0.",
-        examples=_EXAMPLES,
-    )
+def add_options(parser: Parser) -> None:
+    """Declare the options of the command."""
     parser.add_shared("--model", required=False, help="checkpoint or config.json")
     parser.add_shared("--attn", "--trust-remote-code", "--json")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,13 +14,13 @@ PACKAGES = {
 }
 
 
-def add_parser(subparsers) -> Parser:
-    """Declare the command."""
-    return subparsers.add_parser(
-        "env",
-        help="print versions and devices",
-        description="Print the versions of Python and of all packages that matter, and the devices.",
-    )
+HELP = "print versions and devices"
+DESCRIPTION = "Print the versions of Python and of all packages that matter, and the devices."
+EXAMPLES = ""
+
+
+def add_options(parser: Parser) -> None:
+    """Declare no option."""
 
 
 def run(_: argparse.Namespace) -> int:

@@ -1,12 +1,19 @@
 """Lines of the commands: how they tell a time, and which process prints them."""
 
 import os
+from collections.abc import Iterable
 
 
 def say(line: str) -> None:
     """Print a line in the first of several processes."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(line, flush=True)
+
+
+def shortened(names: Iterable[str], most: int = 3) -> str:
+    """The first names in alphabetical order, and dots for others."""
+    names = sorted(names)
+    return ", ".join(names if len(names) <= most else [*names[:most], "..."])
 
 
 def duration(seconds: float) -> str:

@@ -5,7 +5,12 @@ import argparse
 from .options import Parser, positive_float, positive_int
 
 
-_EXAMPLES = """\
+HELP = "compute how many GPUs must share a packed row"
+DESCRIPTION = (
+    "Compute how many GPUs must share a row of --row-length tokens to train --model under FSDP2, and how "
+    "much data they exchange."
+)
+EXAMPLES = """\
 transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 8 --gpu-memory 80 --row-length 1048576
 transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 1 --gpu-memory 80 --row-length 16384 --optim flash_adamw_release
 transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 141 --row-length 16384 --lora --experts
@@ -13,15 +18,8 @@ transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 80
 """
 
 
-def add_parser(subparsers) -> Parser:
-    """Declare the command and its options."""
-    parser = subparsers.add_parser(
-        "memory",
-        help="compute how many GPUs must share a packed row",
-        description="Compute how many GPUs must share a row of --row-length tokens to train --model under FSDP2, and how "
-        "much data they exchange.",
-        examples=_EXAMPLES,
-    )
+def add_options(parser: Parser) -> None:
+    """Declare the options of the command."""
     add, shared = parser.add_argument, parser.add_shared
     shared("--model", help="checkpoint or config.json")
     add("--gpus", type=positive_int, required=True, metavar="N", help="number of GPUs")
@@ -31,7 +29,6 @@ def add_parser(subparsers) -> Parser:
     shared("--weights", default="bfloat16", help=weights)
     parser.add_lora("train LoRA adapters on all linear layers instead of all parameters")
     shared("--gradient-accumulation-steps", "--optim", "--trust-remote-code")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

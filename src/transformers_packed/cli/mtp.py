@@ -10,22 +10,20 @@ from .lines import say
 from .options import LONGEST_SAMPLE, Parser
 
 
-_EXAMPLES = """\
+HELP = "measure how many drafts of a multi-token prediction head a model accepts"
+DESCRIPTION = (
+    "Measure how often the head of multi-token prediction, with which servers draft tokens, has the same "
+    "first choice as the model. Choices are compared at the targets of the data, in any format of `train`. Compare a "
+    "checkpoint before and after fine-tuning; `train` with --mtp-only trains the head."
+)
+EXAMPLES = """\
 transformers-packed mtp --model Qwen/Qwen3.5-0.8B --data chats.jsonl
 transformers-packed mtp --model tuned --data chats.jsonl --steps 3 --samples 500
 """
 
 
-def add_parser(subparsers) -> Parser:
-    """Declare the command and its options."""
-    parser = subparsers.add_parser(
-        "mtp",
-        help="measure how many drafts of a multi-token prediction head a model accepts",
-        description="Measure how often the head of multi-token prediction, with which servers draft tokens, has the same "
-        "first choice as the model. Choices are compared at the targets of the data, in any format of `train`. Compare a "
-        "checkpoint before and after fine-tuning; `train` with --mtp-only trains the head.",
-        examples=_EXAMPLES,
-    )
+def add_options(parser: Parser) -> None:
+    """Declare the options of the command."""
     shared = parser.add_shared
     shared("--model", "--data", "--split", "--subset", "--format")
     steps = "tokens to draft one after the other, as servers do with num_speculative_tokens"
@@ -36,7 +34,6 @@ def add_parser(subparsers) -> Parser:
     )
     shared("--attn", "--dtype", "--json")
     shared("--trust-remote-code", help="run code of the tokenizer")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

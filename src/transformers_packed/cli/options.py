@@ -33,8 +33,10 @@ def parsers() -> tuple["Parser", dict[str, "Parser"]]:
     commands = {}
     for name in COMMANDS:
         module = import_module(f".{name}", __package__)
-        commands[name] = module.add_parser(subparsers)
-        commands[name].set_defaults(run=module.run, parser=commands[name])
+        texts = {"help": module.HELP, "description": module.DESCRIPTION, "examples": module.EXAMPLES}
+        command = commands[name] = subparsers.add_parser(name, **texts)
+        module.add_options(command)
+        command.set_defaults(run=module.run, parser=command)
     return parser, commands
 
 

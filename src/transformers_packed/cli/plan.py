@@ -24,22 +24,20 @@ _SHOWN_ROWS = 24
 _SHOWN_CHARACTERS = 160
 _TOKENS, _LABELS = "input_ids", "labels"
 _COLORS = ("#1f4e79", "#e0a030", "#4c9a6a", "#d1605e", "#7a6cb0", "#5fb0c9", "#a6744a", "#8a8f3c")
-_EXAMPLES = """\
+HELP = "plan packed rows over a dataset and show them"
+DESCRIPTION = (
+    "Plan packed rows over a file or a dataset. Prints their number and fill, the number of samples "
+    "that are too long, and the balance between ranks. Records have input_ids, or any format of `train`. These are the "
+    "rows of `train` with the same --model, --data, --row-length, --gradient-accumulation-steps and --seed."
+)
+EXAMPLES = """\
 transformers-packed plan --data chats.jsonl --model Qwen/Qwen3.5-0.8B --row-length 4096
 transformers-packed plan --data chats.jsonl --model Qwen/Qwen3.5-0.8B --row-length 4096 --plot plan.png --preview 2
 """
 
 
-def add_parser(subparsers) -> Parser:
-    """Declare the command and its options."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="plan packed rows over a dataset and show them",
-        description="Plan packed rows over a file or a dataset. Prints their number and fill, the number of samples "
-        "that are too long, and the balance between ranks. Records have input_ids, or any format of `train`. These are the "
-        "rows of `train` with the same --model, --data, --row-length, --gradient-accumulation-steps and --seed.",
-        examples=_EXAMPLES,
-    )
+def add_options(parser: Parser) -> None:
+    """Declare the options of the command."""
     add, add_count, shared = parser.add_argument, parser.add_count, parser.add_shared
     shared("--data")
     shared("--row-length", required=True, help="maximum number of tokens per row")
@@ -58,7 +56,6 @@ def add_parser(subparsers) -> Parser:
     add_count("--preview", "print the first N rows as text", 0)
     add("--save", type=output_file, metavar="FILE", help="save the plan for PackingPlan.load")
     shared("--seed", "--trust-remote-code")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..errors import input_error
+from .lines import shortened
 
 
 SETTINGS_FILE = "transformers_packed_train.json"
@@ -42,7 +43,7 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
         return None, []
     if SETTINGS_FILE not in names:
         expected = "a new or empty directory, or the output of an earlier run of this command"
-        got = f"{output}, which holds other files ({_shorten(names)})"
+        got = f"{output}, which holds other files ({shortened(names)})"
         raise input_error(expected, got, _ANOTHER, option="--output")
     if not resume:
         _check_without_results(output, names - _WITHOUT_RESULTS)
@@ -71,7 +72,7 @@ def _check_without_results(output: Path, results: set[str]) -> None:
     """Raise a `ValueError` if the folder of an earlier run has results, which a new run would mix with its own."""
     if not results:
         return
-    got, fix = f"other files ({_shorten(results)})", "Remove them, or choose another --output."
+    got, fix = f"other files ({shortened(results)})", "Remove them, or choose another --output."
     if any(name.startswith("checkpoint-") for name in results):
         got, fix = "an earlier run", "Add --resume to continue that run."
     elif results.intersection(LAST_FILES):
@@ -97,11 +98,6 @@ def left(output: Path) -> str:
     if last:
         return f"{last} is complete; --resume continues from it"
     return "no checkpoint was written, so the same command starts from the beginning"
-
-
-def _shorten(names: set[str]) -> str:
-    first = sorted(names)[:3]
-    return ", ".join([*first, "..."] if len(names) > len(first) else first)
 
 
 def _damage(checkpoint: Path) -> str | None:

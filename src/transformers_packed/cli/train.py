@@ -15,7 +15,14 @@ from .run_folder import find_checkpoint
 
 # The usual weight of the loss of multi-token prediction.
 MTP_LOSS_WEIGHT = 0.1
-_EXAMPLES = """\
+HELP = "fine-tune a model on packed rows"
+DESCRIPTION = (
+    "Fine-tune a checkpoint of Qwen3-Next, Qwen3.5/3.6/3.8, Qwen3.5/3.6/3.8-MoE, OLMo-Hybrid, "
+    "Kimi-Linear or Bailing-Hybrid on packed rows with the stock Trainer. A record of the data is a conversation "
+    "(messages), a prompt and its completion, a text, or tokens (input_ids). The loss covers the assistant's turns, the "
+    "completion, the whole text, or the tokens that labels or a mask leave in."
+)
+EXAMPLES = """\
 transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned
 transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output adapter --lora
 transformers-packed train --model Qwen/Qwen3.5-35B-A3B --data chats.jsonl --output adapter --lora --experts
@@ -26,17 +33,8 @@ transformers-packed train --model tuned --data chats.jsonl --output drafting --m
 """
 
 
-def add_parser(subparsers) -> Parser:
-    """Declare the command and its options."""
-    parser = subparsers.add_parser(
-        "train",
-        help="fine-tune a model on packed rows",
-        description="Fine-tune a checkpoint of Qwen3-Next, Qwen3.5/3.6/3.8, Qwen3.5/3.6/3.8-MoE, OLMo-Hybrid, "
-        "Kimi-Linear or Bailing-Hybrid on packed rows with the stock Trainer. A record of the data is a conversation "
-        "(messages), a prompt and its completion, a text, or tokens (input_ids). The loss covers the assistant's turns, the "
-        "completion, the whole text, or the tokens that labels or a mask leave in.",
-        examples=_EXAMPLES,
-    )
+def add_options(parser: Parser) -> None:
+    """Declare the options of the command."""
     add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
     shared("--model", "--data")
     folder = "output directory for the trained model, new or empty"
@@ -77,7 +75,6 @@ def add_parser(subparsers) -> Parser:
     add("--resume", action="store_true", help="continue from the last checkpoint in --output")
     shared("--seed")
     shared("--trust-remote-code", help="run code of the tokenizer")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,22 +7,20 @@ from .options import LONGEST_SAMPLE, SAMPLES, Parser
 from .process import raise_on_interrupt
 
 
-_EXAMPLES = """\
+HELP = "compile the kernels of a model before it is trained"
+DESCRIPTION = (
+    "Compile every kernel that training of --model on this GPU needs, and keep them in the caches on "
+    "disk, from where training loads them in milliseconds. Only the configuration of the model is read: a few of its "
+    "layers run with random weights. Options that select kernels must be those of the training."
+)
+EXAMPLES = """\
 transformers-packed warmup --model Qwen/Qwen3.5-0.8B
 transformers-packed warmup --model Qwen/Qwen3.5-0.8B --row-length 8192 --lora
 """
 
 
-def add_parser(subparsers) -> Parser:
-    """Declare the command and its options."""
-    parser = subparsers.add_parser(
-        "warmup",
-        help="compile the kernels of a model before it is trained",
-        description="Compile every kernel that training of --model on this GPU needs, and keep them in the caches on "
-        "disk, from where training loads them in milliseconds. Only the configuration of the model is read: a few of its "
-        "layers run with random weights. Options that select kernels must be those of the training.",
-        examples=_EXAMPLES,
-    )
+def add_options(parser: Parser) -> None:
+    """Declare the options of the command."""
     shared = parser.add_shared
     shared("--model")
     longest = "maximum number of tokens per row (default: %(default)s, as many as train with its defaults)"
@@ -32,7 +30,6 @@ def add_parser(subparsers) -> Parser:
     shared("--float8")
     shared("--cuda-graphs", action="store_true", help="run the layers as CUDA graphs")
     shared("--attn", "--dtype", "--weights", "--gradient-checkpointing")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -121,12 +121,6 @@ class PaddedStep:
         # With packing and without: the tokens of a step, and the runs.
         self.tokens, self._runs = {True: 0, False: 0}, {True: count(), False: count()}
 
-    def packed(self) -> Measured:
-        return self._run(True)
-
-    def padded(self) -> Measured:
-        return self._run(False)
-
     def says_nothing(self, padded: Side) -> str | None:
         """Why nothing was compared, after both sides have run."""
         if self.tokens[True] == self.tokens[False]:
@@ -135,7 +129,7 @@ class PaddedStep:
             return "the loss depends on no token of a batch"
         return None
 
-    def _run(self, packs: bool) -> Measured:
+    def run(self, packs: bool) -> Measured:
         # Both sides draw the same random numbers, and each run draws others.
         set_seed(next(self._runs[packs]))
         with ExitStack() as stack:

@@ -346,8 +346,8 @@ class VerifyCallback(TrainerCallback):
         words, unseen = self._look_between_rows(model, batch)
         with quiet(model):
             # A batch on which the trainer itself stops tells nothing.
-            padded = Side(step.padded)
-            packed = self._together(_stops_training()(lambda: Side(step.packed)))
+            padded = Side(partial(step.run, False))
+            packed = self._together(_stops_training()(lambda: Side(partial(step.run, True))))
             found = self._find(model, packed, padded)
         unknown = found.unknown or unseen or step.says_nothing(padded)
         if unknown:
