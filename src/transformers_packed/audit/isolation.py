@@ -64,8 +64,7 @@ def leak_between(
         gradient[of_input[number]] = 0
         # NaN is larger than any number here.
         largest = max(largest, gradient.nan_to_num(nan=float("inf")).max().item())
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     if not inside:
         raise UnseenError("no hidden state depends on an embedding")
     return largest / inside

@@ -8,10 +8,11 @@ them, a recurrent state to all of them.
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from ..foreign import swapped_in
 
@@ -20,6 +21,8 @@ from ..foreign import swapped_in
 NOT_FINITE = 1e9
 
 Found = tuple[str, str, str]
+# Copies all tensors in nested values.
+_copied = partial(tree_map_only, torch.Tensor, torch.clone)
 
 
 def relative_change(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -114,7 +117,7 @@ def _visits(model: torch.nn.Module, visit: Callable) -> Iterator[None]:
     def before(_module, args, kwargs):
         if not busy:
             # A module may write into its inputs.
-            stack.append(_map(lambda x: x.clone(), (args, kwargs)))
+            stack.append(_copied((args, kwargs)))
 
     def after(name):
         def hook(module, _args, _kwargs, output):
@@ -133,11 +136,6 @@ def _visits(model: torch.nn.Module, visit: Callable) -> Iterator[None]:
             hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(after(name), with_kwargs=True))
         yield
-
-
-def _map(function: Callable, values: Any) -> Any:
-    leaves, spec = tree_flatten(values)
-    return tree_unflatten([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
 
 def _records(model: torch.nn.Module, run: Callable, total: int, tokens: slice) -> dict[tuple[str, int], tuple]:
@@ -225,7 +223,7 @@ def _arguments(model: torch.nn.Module, run: Callable, key: tuple[str, int]) -> t
     calls: list[tuple[tuple, dict] | None] = []
 
     def hook(_module, args, kwargs):
-        calls.append(_map(lambda x: x.clone(), (args, kwargs)) if len(calls) == number else None)
+        calls.append(_copied((args, kwargs)) if len(calls) == number else None)
 
     with model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True):
         run(model)
@@ -272,8 +270,7 @@ def _kind_of_mixing(module, args, kwargs, total: int, tokens: slice, width: int,
 
 def _outputs(module, args, kwargs, total: int, replaced: dict[int, torch.Tensor]) -> list[torch.Tensor]:
     """Return the module's outputs per token for copies of its arguments, with some leaves replaced."""
-    leaves, spec = tree_flatten((args, kwargs))
-    copies = (leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    copies, spec = tree_flatten(_copied((args, kwargs)))
     args, kwargs = tree_unflatten([replaced.get(n, leaf) for n, leaf in enumerate(copies)], spec)
     outputs = _by_token(_plain(module(*args, **kwargs)), total)
     return [y for y in outputs.values() if y.is_floating_point()]

@@ -66,14 +66,14 @@ def _run(argv: list[str] | None) -> int:
         # Python's own `MemoryError` has no message.
         message = str(error) or type(error).__name__
         print(f"{name}: {args.parser.with_options(message, args) if args else message}", file=sys.stderr)
-        return 1
+        return args.failed if args else 1
     except RuntimeError as error:
         from ..errors import is_out_of_memory
 
         if args is None or not is_out_of_memory(error):
             raise
         print(f"{name}: {args.parser.out_of_memory(args, error)}", file=sys.stderr)
-        return 1
+        return args.failed
 
 
 def print_interrupted(name: str, where: object = "") -> None:

@@ -27,6 +27,8 @@ EXAMPLES = """\
 transformers-packed audit qwen3_5_text --stock
 transformers-packed audit Qwen/Qwen3.5-0.8B --json > audit.json
 """
+# The exit status after an error.
+FAILED = 2
 
 
 def add_options(parser: Parser) -> None:
@@ -54,7 +56,11 @@ def hide_gpu_packages() -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Returns 0 if it is `ok`, 1 if documents leak, and 2 if the audit failed."""
+    """Print the report. Returns 0 if it is `ok`, and 1 if documents leak.
+
+    Raises:
+        `ImportError`, `OSError`, `ValueError`: the audit failed.
+    """
     import torch
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,34 +71,23 @@ def run(args: argparse.Namespace) -> int:
     from ..audit.probe import audit_model
     from ..models.registry import registered
 
-    def fail(why: str) -> int:
-        print(f"transformers-packed audit: {args.parser.with_options(why)}", file=sys.stderr)
-        return 2
-
     logging.disable_progress_bar()
     try:
         with nullcontext() if args.stock else registered():
             model = load_model(args, device)
-    except OSError as error:
-        return fail(str(error))
-    except Exception as error:  # A configuration or custom model code may raise anything.
-        return fail(f"{args.model} cannot be built: {error}")
-    try:
-        report = audit_model(model, lengths=args.lengths, inputs=args.inputs, seed=args.seed)
-        if hidden:
-            report.notes.append(
-                f"{', '.join(hidden)} cannot run without a GPU, so the PyTorch references were audited"
-            )
-        print(report.to_json() if args.json else report.table())
-        if args.plot:
-            report.plot(args.plot)
-    except BrokenPipeError:
+    except OSError:
         raise
-    except (ImportError, OSError, ValueError) as error:
-        return fail(str(error))
+    except Exception as error:  # A configuration or custom model code may raise anything.
+        raise ValueError(f"{args.model} cannot be built: {error}") from error
+    report = audit_model(model, lengths=args.lengths, inputs=args.inputs, seed=args.seed)
+    if hidden:
+        report.notes.append(f"{', '.join(hidden)} cannot run without a GPU, so the PyTorch references were audited")
+    print(report.to_json() if args.json else report.table())
+    if args.plot:
+        report.plot(args.plot)
     if report.refused:
         reasons = dict.fromkeys(str(result.reason) for result in report.sources.values())
-        return fail(f"{args.model} could not be audited: {'; '.join(reasons)}")
+        raise ValueError(f"{args.model} could not be audited: {'; '.join(reasons)}")
     return 0 if report.ok else 1
 
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -14,7 +15,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
-    ProgressCallback,
     Qwen3_5TextConfig,
     Trainer,
     TrainerCallback,
@@ -95,8 +95,7 @@ def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
         disable_tqdm=True,
     )
     data = json.loads((work / "samples.json").read_text(encoding="utf-8"))
-    progress = Bar(arm) if sys.stderr.isatty() else Lines(arm)
-    trainer = Trainer(model, arguments, data_collator=counted, train_dataset=data, callbacks=[progress])
+    trainer = Trainer(model, arguments, data_collator=counted, train_dataset=data, callbacks=[Progress(arm)])
     trainer.remove_callback(PrinterCallback)
     before = peak_memory()
     metrics = trainer.train().metrics
@@ -116,32 +115,23 @@ def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
     (work / f"{arm}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
-class Lines(TrainerCallback):
-    """A line per ten steps, where no terminal shows a bar."""
+class Progress(TrainerCallback):
+    """A progress bar with the loss, or a line per ten steps where no terminal shows it."""
 
     def __init__(self, arm: str):
-        self.arm = arm
+        self.name = f"training, {arm}"
+        self.bar = tqdm(desc=self.name, unit="step", disable=None)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs and (state.global_step % 10 == 0 or state.global_step == state.max_steps):
+        if "loss" not in logs:
+            self.bar.close()
+            return
+        self.bar.total = state.max_steps
+        self.bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
+        self.bar.update()
+        if self.bar.disable and (state.global_step % 10 == 0 or state.global_step == state.max_steps):
             step = f"step {state.global_step}/{state.max_steps}"
-            print(f"training, {self.arm}: {step}, loss {logs['loss']:.3f}", flush=True)
-
-
-class Bar(ProgressCallback):
-    """A progress bar with the name of the arm and its loss."""
-
-    def __init__(self, arm: str):
-        super().__init__()
-        self.arm = arm
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **kwargs)
-        self.training_bar.set_description(f"training, {self.arm}")
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            self.training_bar.set_postfix(loss=f"{logs['loss']:.3f}")
+            print(f"{self.name}: {step}, loss {logs['loss']:.3f}", flush=True)
 
 
 def peak_memory() -> int:

@@ -36,7 +36,7 @@ def parsers() -> tuple["Parser", dict[str, "Parser"]]:
         texts = {"help": module.HELP, "description": module.DESCRIPTION, "examples": module.EXAMPLES}
         command = commands[name] = subparsers.add_parser(name, **texts)
         module.add_options(command)
-        command.set_defaults(run=module.run, parser=command)
+        command.set_defaults(run=module.run, parser=command, failed=getattr(module, "FAILED", 1))
     return parser, commands
 
 

@@ -16,7 +16,7 @@ from ..audit.isolation import Seen, watch
 from ..data.documents import PaddedSamples
 from ..models.releases import prepare_inputs, token_logps, training_metrics
 from .compare import GRADIENT, LOSS, Measured, Side
-from .restore import drop_gradients, not_packing
+from .restore import not_packing
 from .typed import Trainer
 from .warm_up import make_row, only_loss
 
@@ -52,7 +52,7 @@ def own_step(trainer: Trainer, model: torch.nn.Module, batch: Any) -> Measured:
     batch, items = items_of(trainer, batch)
     loss = trainer.training_step(model, batch, items).detach()
     shown = {LOSS: loss, "gradient of the weights": only_finite(largest_gradient(model))}
-    drop_gradients(model)
+    model.zero_grad()
     return shown
 
 

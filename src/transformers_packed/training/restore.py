@@ -29,11 +29,6 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INSIDE = ("collate_fn", "data_collator", "base_dataloader")
 
 
-def drop_gradients(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
 @contextmanager
 def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Prepare the model for training, and restore gradients, buffers, modes and random states afterwards.
@@ -49,7 +44,7 @@ def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     hooked = [(hooks, dict(hooks)) for x in model.parameters() if (hooks := x._post_accumulate_grad_hooks)]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
-            drop_gradients(model)
+            model.zero_grad()
             for hooks, _ in hooked:
                 hooks.clear()
             model.train()

@@ -38,7 +38,7 @@ from ..models.registry import inner_model
 from ..ops.autotuning import tuned_in_threads
 from ..ops.backends import flash_qla, flash_qla_kernels, tilelang_output
 from ..ops.compilations import Compilation, compilations
-from .restore import as_before, drop_gradients
+from .restore import as_before
 
 
 logger = logging.get_logger(__name__)
@@ -140,7 +140,7 @@ def warm_up(
                     # Ctrl-C does not stop a backward, which would wait as well.
                     kernels.wait()
                 value.backward()
-                drop_gradients(model)
+                model.zero_grad()
                 bar.update()
             if evaluation:
                 model.eval()

@@ -89,7 +89,7 @@ class PackingMetricsCallback(TrainerCallback):
 
     def _start(self) -> None:
         self._clear()
-        self._total, self._seconds, self._paused = np.zeros(5, dtype=np.int64), 0.0, 0.0
+        self._total, self._seconds = np.zeros(5, dtype=np.int64), 0.0
         self._since = self._mark = time.perf_counter()
 
     def _clear(self) -> None:
@@ -178,7 +178,7 @@ class PackingMetricsCallback(TrainerCallback):
 
     def on_evaluate(self, args, state, control, **kwargs):
         now = time.perf_counter()
-        self._paused += now - self._mark
+        self._since += now - self._mark
         self._mark = now
 
     on_save = on_evaluate
@@ -201,10 +201,10 @@ class PackingMetricsCallback(TrainerCallback):
         counts = torch.from_numpy(np.stack(self._steps)).to(args.device)
         squares = torch.stack([x.square().sum() for x in by_step]).float().to(args.device)
         counts, squares = (gather(x[None]).cpu() for x in (counts, squares))  # [ranks, steps, 5], [ranks, steps]
-        seconds = time.perf_counter() - self._since - self._paused
+        seconds = time.perf_counter() - self._since
         load = self._load.figures()
         self._clear()
-        self._since, self._paused = time.perf_counter(), 0.0
+        self._since = time.perf_counter()
         tokens, documents, padded, batches, uncounted = sums = counts.sum((0, 1)).tolist()
         if uncounted or not tokens:
             logger.warning_once("The log has no packing metrics of steps whose loss does not call the model itself.")

@@ -18,7 +18,7 @@ from ...models.cuda_graphs import documents_of_graphs, find_text_models, reason_
 from ...models.releases import prepare_inputs, rows_per_batch
 from ..checks import excludes_graphs, say
 from ..graphs import choose_graphs
-from ..restore import against_other_rows, as_before, drop_gradients
+from ..restore import against_other_rows, as_before
 from ..typed import Trainer
 from ..warm_up import compiles_kernels, make_row, only_loss, split, warm_up
 from .expert_load import ExpertLoad
@@ -149,7 +149,7 @@ class GraphsCallback(WarmUpCallback):
 
         def run(row: dict[str, Any]) -> None:
             self._loss(model, row).backward()
-            drop_gradients(model)
+            model.zero_grad()
 
         def run_new(tokens: int, documents: int) -> None:
             run(make(tokens, documents))
