@@ -53,7 +53,7 @@ class PlanCommandTest(unittest.TestCase):
         expected = plan_packing(lengths, 50, overlong="split", world_size=2, gradient_accumulation_steps=3, seed=5)
         np.testing.assert_array_equal(PackingPlan.load(saved).samples, expected.samples)
         self.assertEqual(output, f"{expected.summary()}\nWrote {saved}\n")
-        for part in (f"{expected.split_samples} samples split", "imbalance", "(2 ranks x 3 rows each)"):
+        for part in (f"{expected.overlong_samples} samples split", "imbalance", "(2 ranks x 3 rows each)"):
             self.assertIn(part, output)
 
     def test_cutting_is_reported(self):

@@ -99,7 +99,7 @@ class PackingDatasetTest(unittest.TestCase):
             self.assertEqual(sorted(parts[sample["name"]]), sorted(whole))
         rows = PackingDataset(samples, MAX_LENGTH, overlong="drop")
         self.assertEqual(sorted(itertools.chain(*names(rows))), [("sample 0", 3), ("sample 2", 20)])
-        self.assertEqual(rows.plan.dropped_tokens, 150)
+        self.assertEqual(rows.plan.lost_tokens, 150)
         with self.assertRaisesRegex(ValueError, "1 longer ones"):
             PackingDataset(samples, MAX_LENGTH)
 

@@ -88,8 +88,7 @@ class HardSamplesTest(unittest.TestCase):
         plan = trainer.train_dataset.plan
         longer = sum(len(row["input_ids"]) > 16 for row in rows)
         self.assertGreater(longer, 3)
-        counted = {"truncate": plan.truncated_samples, "split": plan.split_samples, "drop": plan.dropped_samples}
-        self.assertEqual(counted[overlong], longer)
+        self.assertEqual(plan.overlong_samples, longer)
 
     def test_a_weight_per_token(self):
         # Elsewhere: weights of samples or tokens break with padding-free batches.

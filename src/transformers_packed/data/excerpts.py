@@ -67,8 +67,7 @@ def cut_around_target(sample: Mapping[str, Any], length: int) -> Mapping[str, An
 
 def targets_of(sample: Mapping[str, Any]) -> int:
     """The number of tokens of a sample that are targets, or 1 for a sample with one label."""
-    labels = np.asarray(sample.get("labels", []))
-    return count_targets(labels) if labels.ndim else int(labels != IGNORED_LABEL)
+    return targets_in(np.asarray(sample.get("labels", []))[None])
 
 
 def targets_in(labels: np.ndarray) -> int:

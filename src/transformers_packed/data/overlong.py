@@ -8,6 +8,8 @@ from ..errors import input_error
 
 Overlong = Literal["error", "truncate", "split", "drop"]
 TruncationSide = Literal["right", "left"]
+# What happened to samples that were too long, by action.
+FATES = {"truncate": "truncated", "split": "split", "drop": "dropped"}
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:

@@ -20,7 +20,7 @@ import torch
 from transformers.utils import logging
 
 from ..errors import input_error
-from .overlong import Overlong, TruncationSide, check_count, check_settings, longest_tree, overlong_pieces
+from .overlong import FATES, Overlong, TruncationSide, check_count, check_settings, longest_tree, overlong_pieces
 from .samples import cut_sample, has_items
 from .trees import as_packed
 
@@ -29,8 +29,6 @@ logger = logging.get_logger(__name__)
 
 _STATE_VERSION = 1
 _SETTINGS = ("max_length", "buffer_size", "overlong", "truncation_side")
-# Names in `counts` for the samples that each `overlong` action affects.
-_COUNTED = {"truncate": "truncated", "split": "split", "drop": "dropped"}
 # An open row is one integer: free tokens in the high bits, serial number in the low bits. Sorting by it gives the
 # search order.
 _SERIAL_BITS = 40
@@ -330,7 +328,7 @@ class _Stream:
                 f"(overlong={config.overlong!r}). See `IterablePackingDataset.counts` for their number."
             )
         pieces = self._pieces(length)
-        counts[_COUNTED[config.overlong]] += 1
+        counts[FATES[config.overlong]] += 1
         counts["tokens_cut"] += length - sum(size for _, size in pieces)
         for start, size in pieces:
             self._place((self.position, start, size, cut_sample(sample, start, size)), size)
@@ -416,7 +414,7 @@ class _Stream:
 
 
 def _new_counts() -> dict[str, int]:
-    return dict.fromkeys([*_COUNTED.values(), "tokens_cut"], 0)
+    return dict.fromkeys([*FATES.values(), "tokens_cut"], 0)
 
 
 def _is_hf_iterable(dataset: Any) -> bool:

@@ -125,7 +125,7 @@ class PropertiesTest(unittest.TestCase):
         fate = {"drop": "dropped", "truncate": "truncated", "split": "split"}[arguments["overlong"]]
         for kind in ("dropped", "truncated", "split"):
             self.assertEqual(getattr(plan, f"{kind}_samples"), len(too_long) if kind == fate else 0)
-        self.assertEqual(plan.tokens + plan.dropped_tokens + plan.truncated_tokens, sum(lengths))
+        self.assertEqual(plan.tokens + plan.lost_tokens, sum(lengths))
         self.assertEqual((plan.input_samples, plan.input_tokens), (len(lengths), sum(lengths)))
 
     @settings(max_examples=100, deadline=None)

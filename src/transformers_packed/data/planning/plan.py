@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import count, input_error
+from ..overlong import FATES
 from .cost import PackingCost
 from .rows import PADDED_BATCH, histogram, mean_of_longest, offsets_of, ranges, share_rows
 
@@ -57,16 +58,10 @@ class PackingPlan:
             Samples in the dataset.
         input_tokens (`int`):
             Tokens in the dataset.
-        dropped_samples (`int`):
-            Samples that were dropped.
-        dropped_tokens (`int`):
-            Tokens of these samples.
-        truncated_samples (`int`):
-            Samples that were truncated.
-        truncated_tokens (`int`):
-            Tokens that truncation removed.
-        split_samples (`int`):
-            Samples that were split into several documents.
+        overlong_samples (`int`):
+            Samples that were truncated, split into several documents, or dropped.
+        lost_tokens (`int`):
+            Tokens of the dataset that are in no row.
         rank (`int`, *optional*):
             The rank of a shard. `None` for a whole plan.
     """
@@ -84,11 +79,8 @@ class PackingPlan:
     overlong: str
     input_samples: int
     input_tokens: int
-    dropped_samples: int = 0
-    dropped_tokens: int = 0
-    truncated_samples: int = 0
-    truncated_tokens: int = 0
-    split_samples: int = 0
+    overlong_samples: int = 0
+    lost_tokens: int = 0
     rank: int | None = None
 
     def __post_init__(self):
@@ -224,11 +216,10 @@ class PackingPlan:
         return "\n".join(f"{name:<20}{text}" for name, text in lines.items())
 
     def _fate_of_overlong(self) -> str:
-        if self.truncated_samples:
-            return f"{count(self.truncated_samples, 'sample')} truncated, {count(self.truncated_tokens, 'token')} lost"
-        if self.dropped_samples:
-            return f"{count(self.dropped_samples, 'sample')} dropped, {count(self.dropped_tokens, 'token')} lost"
-        return f"{count(self.split_samples, 'sample')} split, no token lost" if self.split_samples else "none"
+        if not self.overlong_samples:
+            return "none"
+        lost = count(self.lost_tokens, "token") if self.lost_tokens else "no token"
+        return f"{count(self.overlong_samples, 'sample')} {FATES[self.overlong]}, {lost} lost"
 
     def shard(self, rank: int, world_size: int) -> "PackingPlan":
         """The rows of one rank: every `world_size`-th row, starting with row `rank`.

@@ -102,7 +102,8 @@ def plan_packing(
     max_length = min(int(max_length), _LONGEST)
 
     given = _check_lengths(lengths)
-    lengths, samples, starts, counters = _cut_overlong(given, max_length, overlong, truncation_side)
+    lengths, samples, starts = _cut_overlong(given, max_length, overlong, truncation_side)
+    tokens = int(given.sum(dtype=np.int64))
     patterns = _find_rows(lengths, max_length, cost, rows_per_step, balanced)
     rng = np.random.default_rng(seed)
     taken, offsets = _deal(lengths, patterns, rng)
@@ -121,8 +122,9 @@ def plan_packing(
         gradient_accumulation_steps=int(gradient_accumulation_steps),
         overlong=overlong,
         input_samples=len(given),
-        input_tokens=int(given.sum(dtype=np.int64)),
-        **counters,
+        input_tokens=tokens,
+        overlong_samples=int((given > max_length).sum()),
+        lost_tokens=tokens - int(lengths.sum(dtype=np.int64)),
     )
     several = balanced and world_size > 1 and gradient_accumulation_steps > 1
     return plan._take(plan._share(np.arange(len(plan)))) if several else plan
@@ -150,13 +152,12 @@ def _check_lengths(lengths: ArrayLike) -> np.ndarray:
 
 def _cut_overlong(
     lengths: np.ndarray, max_length: int, overlong: str, truncation_side: str
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, dict[str, int]]:
-    """The documents to pack: lengths, samples and starts (`None` for whole samples), and the counters of the plan."""
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """The documents to pack: lengths, samples and starts (`None` for whole samples)."""
     long = lengths > max_length
     too_long = int(long.sum())
     if not too_long:
-        return lengths, None, None, {}
-    tokens = int(lengths[long].sum(dtype=np.int64))
+        return lengths, None, None
     if overlong == "error":
         at = lengths.argmax()
         got = f"{too_long} longer ones among {len(lengths)}, the longest (sample {at}) of {lengths[at]}"
@@ -164,19 +165,18 @@ def _cut_overlong(
         raise input_error(f"samples of at most {max_length} tokens", got, fix)
     if overlong == "truncate":
         kept = np.minimum(lengths, np.int32(max_length))
-        counters = {"truncated_samples": too_long, "truncated_tokens": tokens - max_length * too_long}
-        return kept, None, lengths - kept if truncation_side == "left" else None, counters
+        return kept, None, lengths - kept if truncation_side == "left" else None
     index_type = _index_type(len(lengths))
     if overlong == "split":
         parts = -(-lengths // np.int32(max_length))
         samples: np.ndarray = np.repeat(np.arange(len(lengths), dtype=index_type), parts)
         starts = ranges(np.zeros(len(lengths), np.int64), parts) * max_length
         kept = np.minimum(lengths[samples] - starts, max_length).astype(np.int32)
-        return kept, samples, starts.astype(np.int32), {"split_samples": too_long}
+        return kept, samples, starts.astype(np.int32)
     if too_long == len(lengths):
         raise input_error(f"a sample of at most {max_length} tokens", f"{too_long} samples, all longer")
     samples = np.flatnonzero(~long).astype(index_type)
-    return lengths[samples], samples, None, {"dropped_samples": too_long, "dropped_tokens": tokens}
+    return lengths[samples], samples, None
 
 
 def _find_rows(lengths: np.ndarray, max_length: int, cost: PackingCost, multiple: int, balanced: bool) -> Patterns:
