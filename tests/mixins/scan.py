@@ -13,7 +13,7 @@ from transformers_packed.ops.backends.triton import ssd as chunks
 from transformers_packed.shared_prompts import SharedPrompts
 
 
-LENGTHS = (5, 1, 16, 33)
+LENGTHS = (3, 1, 16, 18)
 
 
 def with_gradients(function, inputs, upstream):
@@ -40,7 +40,7 @@ class ScanReferenceTesterMixin:
     The inputs are x, dt, B and C, with a row each, and then those without rows: A, D and dt_bias.
     """
 
-    @parameterized.expand([(1,), (16,), (100,), (256,)])
+    @parameterized.expand([(1,), (16,), (256,)])
     def test_chunk_size_does_not_matter(self, size):
         x, dt, B, C, A, D, bias = inputs = self.make_inputs(100, *self.sizes, torch.float64)
         actual = self.reference(x, dt, A, B, C, D, bias, chunk_size=size, seq_idx=None)

@@ -15,7 +15,7 @@ class InterpretedKernelsTest(unittest.TestCase):
         self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))
         # The convolution works the same for short runs of tokens, which are cheaper to interpret.
         self.enterContext(
-            mock.patch.multiple("transformers_packed.ops.backends.triton.convolution", _TOKENS=4, _RUNS=16)
+            mock.patch.multiple("transformers_packed.ops.backends.triton.convolution", _TOKENS=2, _RUNS=32)
         )
 
     def check_what_the_kernel_does_not_serve(self, call, message):

@@ -33,7 +33,7 @@ class HaloTest(InterpretedTest):
 
         # The longest part takes two programs.
         module = "transformers_packed.ops.backends.triton.convolution"
-        self.enterContext(mock.patch.multiple(module, _TOKENS=6, _RUNS=4))
+        self.enterContext(mock.patch.multiple(module, _TOKENS=3, _RUNS=4))
         inputs = [tensor.detach().requires_grad_() for tensor in (x, weight, halo) if tensor is not None]
         halo = inputs[2:]
         if halo:
@@ -43,10 +43,7 @@ class HaloTest(InterpretedTest):
         return list(outputs), list(torch.autograd.grad(outputs, inputs, upstream))
 
     # Fewer, as many and more tokens before the part than the window reaches; parts within a program and of two.
-    @parameterized.expand(
-        [(0, 6, 4, 16), (1, 3, 4, 16), (2, 4, 4, 16), (3, 25, 4, 16), (5, 6, 4, 24), (1, 25, 4, 16)]
-        + [(0, 6, 3, 24), (1, 6, 3, 16), (2, 6, 3, 16), (0, 6, 2, 16), (1, 6, 2, 24)]
-    )
+    @parameterized.expand([(0, 3, 4, 16), (2, 4, 4, 24), (1, 13, 4, 16), (5, 4, 3, 16), (1, 4, 2, 16)])
     def test_equals_the_whole_row(self, before, length, width, dim):
         generator = torch.Generator().manual_seed(0)
         # A document with `before` tokens before the part follows another one. Two tokens start a third.
@@ -72,7 +69,7 @@ class HaloTest(InterpretedTest):
 class DocumentsTest(InterpretedTest):
     """Documents in `causal_conv1d_qkv`. Its reference calls `causal_conv1d`, which has such tests of its own."""
 
-    lengths = (5, 1, 34, 9)
+    lengths = (3, 1, 9, 2)
 
     def run_row(self, x, upstream, boundaries):
         """Return q, k, v and the gradient of x, `[T, ...]`, and the gradient of the weight."""
@@ -111,7 +108,7 @@ class DocumentsTest(InterpretedTest):
         """A change in one changes no bit in others, and gradients across documents are exactly zero."""
         x, upstream, boundaries = self.row()
         before = self.cut(self.run_row(x, upstream, boundaries))
-        for changed, span in enumerate(self.spans(boundaries)):
+        for changed, span in [*enumerate(self.spans(boundaries))][1:3]:
             # This includes the last token, which the next document could see, and the first, which could see the
             # previous one.
             other = x.clone()

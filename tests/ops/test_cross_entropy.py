@@ -42,8 +42,6 @@ class ChunksMixin:
             ("mean", {}),
             ("tensor", {"num_items_in_batch": torch.tensor(13)}),
             ("smoothed_number", {"label_smoothing": 0.3, "num_items_in_batch": 5}),
-            ("one_chunk", {"chunk_size": 64}),
-            ("chunks_of_one", {"chunk_size": 1}),
             ("weights", {"token_weights": torch.linspace(0.1, 3, TOKENS)}),
             ("weights_number", {"token_weights": torch.linspace(3, 0, TOKENS), "num_items_in_batch": 7}),
         ]
@@ -106,11 +104,6 @@ class ChunksMixin:
         self.assertEqual(products.call_count, 0)
         self.assertLess(abs(loss - oracle(make())[0]), 1e-5)
 
-    def test_a_step_without_targets(self):
-        hidden, weight, bias, labels = make()
-        for x in run(self.impl, (hidden, weight, bias, torch.full_like(labels, -100)), num_items_in_batch=0):
-            self.assertEqual(int(x.count_nonzero()), 0)
-
     def test_number_of_targets(self):
         """Given, it changes nothing. A wrong one is an error, also by one."""
         hidden, weight, bias, some = make()
@@ -133,15 +126,14 @@ class ChunksMixin:
         self.assertEqual(float(loss), 0.0)
         self.assertEqual([int(x.count_nonzero()) for x in gradients], [0, 0, 0])
 
-    def leaves_and_loss(self, dtype=torch.float32):
-        *tensors, labels = make(dtype)
+    def leaves_and_loss(self):
+        *tensors, labels = make()
         leaves = [x.requires_grad_() for x in tensors]
         return leaves, linear_cross_entropy(*leaves[:2], labels, leaves[2], impl=self.impl, chunk_size=5)
 
-    @parameterized.expand([("float32", torch.float32), ("bfloat16", torch.bfloat16)])
-    def test_retain_graph(self, _, dtype):
-        expected = run(self.impl, make(dtype), chunk_size=5)[1:]
-        leaves, loss = self.leaves_and_loss(dtype)
+    def test_retain_graph(self):
+        expected = run(self.impl, make(), chunk_size=5)[1:]
+        leaves, loss = self.leaves_and_loss()
         first = torch.autograd.grad(loss, leaves, retain_graph=True)
         copies = [x.clone() for x in first]
         second = torch.autograd.grad(2 * loss, leaves[0], retain_graph=True) + torch.autograd.grad(loss, leaves[1:])
@@ -166,11 +158,6 @@ class ChunksMixin:
             leaves, loss = self.leaves_and_loss()
             with self.assertRaisesRegex(ValueError, "got create_graph=True. Pass skip_logits=False"):
                 torch.autograd.grad(factor * loss, leaves, create_graph=True)
-
-    def test_extreme_logits(self):
-        hidden, weight, bias, labels = make()
-        inputs = (hidden * 1e3, weight, bias, labels)
-        self.assertLess(max(errors(run(self.impl, inputs), oracle(inputs))), 1e-5)
 
 
 class DefaultChunksTest(unittest.TestCase):
@@ -197,15 +184,6 @@ class DefaultChunksTest(unittest.TestCase):
 class TorchChunksTest(ChunksMixin, unittest.TestCase):
     impl = "torch"
 
-    def test_only_what_needs_a_gradient_gets_one(self):
-        hidden, weight, _, labels = make()
-        hidden.requires_grad_()
-        loss = linear_cross_entropy(hidden, weight, labels)
-        loss.backward()
-        self.assertIsNone(weight.grad)
-        with torch.no_grad():
-            self.assertEqual(float(linear_cross_entropy(hidden, weight, labels)), float(loss.detach()))
-
     def test_under_autocast(self):
         hidden, weight, bias, labels = make()
         with torch.autocast("cpu", torch.bfloat16):
@@ -214,11 +192,6 @@ class TorchChunksTest(ChunksMixin, unittest.TestCase):
         difference = errors(actual, oracle(make()))
         self.assertLess(max(difference), 2e-2)
         self.assertGreater(max(difference), 1e-5)
-
-    def test_shapes_of_a_batch(self):
-        hidden, weight, _, labels = make()
-        flat = linear_cross_entropy(hidden[:20], weight, labels[:20])
-        self.assertEqual(linear_cross_entropy(hidden[:20].view(4, 5, -1), weight, labels[:20].view(4, 5)), flat)
 
     @parameterized.expand(
         [

@@ -4,17 +4,12 @@ tests/gpu/test_quantized_experts.py compares them on a GPU.
 """
 
 import copy
-import os
-import subprocess
-import sys
-import tempfile
 import unittest
 from importlib.util import find_spec
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 from common.fused import guarded_buffers
 from mixins.triton import InterpretedKernelsTest, bad_input_tests
@@ -30,32 +25,6 @@ if find_spec("torchao"):
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK, WHOLE = 64, 64 * 256
-COMPILED = """
-import sys
-sys.modules["fla"] = sys.modules["causal_conv1d"] = None
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from transformers_packed.ops.backends.triton import dequantization as kernels
-
-def instructions(kernel, types, constants, options):
-    names = kernel.arg_names
-    signature = {name: types.get(name, "constexpr") for name in names}
-    multiples = {(names.index(name),): [["tt.divisibility", 16]] for name in types if name not in ("first", "blocks")}
-    source = ASTSource(kernel, signature, constants, multiples)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-
-numbers = dict.fromkeys(("first", "skip", "number", "bytes", "blocks"), "i32")
-inner = dict.fromkeys(("inner_absmax_ptr", "inner_code_ptr", "offset_ptr"))
-for dtype in ("*bf16", "*fp16", "*fp32"):
-    four_bit = {"packed_ptr": "*u8", "absmax_ptr": "*fp32", "code_ptr": "*fp32", "y_ptr": dtype} | numbers
-    constants = {"SIZE": 64, "INNER": 0, "BLOCKS": 32}
-    plain = instructions(kernels._from_4bit, four_bit, constants | inner, kernels.OPTIONS)
-    four_bit |= {"absmax_ptr": "*u8"} | dict.fromkeys(inner, "*fp32")
-    double = instructions(kernels._from_4bit, four_bit, constants | {"INNER": 256}, kernels.OPTIONS)
-    rows = {"values_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "y_ptr": dtype, "number": "i32", "C": "i32"}
-    rows = instructions(kernels._from_float8, rows, {"ROWS": 2, "COLUMNS": 2048}, {"num_warps": 8})
-    print(*("fma." in x for x in (plain, double, rows)), "add.rn.f32" in double)
-"""
 
 
 def quantize(size, dtype=torch.bfloat16, kind="nf4", double=True, blocksize=BLOCK):
@@ -215,17 +184,3 @@ class BadInputTest(
     def test_4bit_that_the_kernel_does_not_serve(self, _, changes, message):
         with self.assertRaisesRegex(ValueError, message):
             four_bit(impl="triton", **changes)
-
-
-class CompilationTest(unittest.TestCase):
-    @unittest.skipUnless(find_spec("triton"), "needs triton")
-    @pytest.mark.slow
-    def test_a_gpu_rounds_after_each_operation(self):
-        """The interpreter never computes a product and a sum in one operation, a GPU may."""
-        environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-        with tempfile.TemporaryDirectory() as folder:
-            environment |= {"TRITON_CACHE_DIR": folder}
-            command = [sys.executable, "-W", "ignore", "-c", COMPILED]
-            result = subprocess.run(command, capture_output=True, text=True, env=environment)
-        self.assertEqual(result.returncode, 0, result.stderr)
-        self.assertEqual(result.stdout.splitlines()[-3:], ["False False False True"] * 3)

@@ -44,15 +44,6 @@ class DispatchTest(unittest.TestCase):
     def test_a_name_asks_for_that_one(self, name):
         self.assertEqual(choose("op", name, self.table)(), name)
 
-    def test_verifiers_see_the_call(self):
-        verify = mock.Mock(return_value="")
-        choose("op", "auto", {"only": Implementation(print, verify)}, 1, 2, boundaries=3)
-        verify.assert_called_once_with(1, 2, boundaries=3)
-
-    def test_auto_does_not_ask_beyond_the_first(self):
-        self.table["fourth"] = Implementation(print, mock.Mock(side_effect=AssertionError("asked")))
-        choose("op", "auto", self.table)
-
     def test_a_choice_is_not_kept_for_another_call(self):
         def verify(x):
             return "" if torch.is_autocast_enabled("cpu") and x.dtype == torch.float32 else "needs autocast"
@@ -128,17 +119,6 @@ class DispatchTest(unittest.TestCase):
         with self.assertLogs(LOGGER, "WARNING") as logs:
             choose("op", "auto", table, on_gpu)
         self.assertEqual(logs.records[0].getMessage(), "op: reference (kernel: needs a GPU)")
-
-    def test_implementations_used(self):
-        self.assertEqual(implementations_used(), {})
-        choose("op", "fourth", self.table)
-        choose("op", "auto", self.table)
-        choose("op", "fourth", self.table)
-        choose("other", "auto", self.table)
-        used = implementations_used()
-        self.assertEqual(used, {"op": ["fourth", "third"], "other": ["third"]})
-        used["op"].append("mine")
-        self.assertEqual(implementations_used()["op"], ["fourth", "third"])
 
     def test_the_ops_record_what_ran(self):
         boundaries = SequenceBoundaries.from_lengths([2, 3])

@@ -10,9 +10,8 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
-from parameterized import parameterized
 
-from transformers_packed.ops.backends import flash_qla, flash_qla_kernels, tilelang_output
+from transformers_packed.ops.backends import flash_qla_kernels, tilelang_output
 
 
 BFLOAT16 = torch.bfloat16
@@ -95,41 +94,6 @@ class FlashQLACompilationTest(unittest.TestCase):
         self.assertIsNone(self.call(heads=(4, 4), requires_grad=False))
         self.assertEqual(set(self.calls), {"sum", "kkt_solve", "fused_gdr_fwd"})
 
-    def test_started_for_the_sizes_of_a_model(self):
-        self.barrier = mock.Mock()
-        verify = mock.Mock(return_value="")
-        sizes = torch.device("cpu"), BFLOAT16, 2, 4, 128, 128
-        with mock.patch.object(flash_qla, "verify_gated_delta_rule", verify):
-            started = flash_qla.start_compiling(*sizes)
-            verify.return_value = "needs CUDA tensors"
-            self.assertIsNone(flash_qla.start_compiling(*sizes))
-        shapes = [tuple(x.shape[2:]) for x in verify.call_args.args]
-        self.assertEqual(shapes, [(2, 128), (2, 128), (4, 128), (4,), (4,)])
-        started.wait()
-        given = self.calls["fused_gdr_bwd"][1]
-        self.assertEqual([given[x].dtype for x in "kvgb"], [BFLOAT16, BFLOAT16, torch.float32, BFLOAT16])
-
-    @parameterized.expand([("3", 5), ("64", 1)])
-    def test_processes_share_the_cores(self, processes, threads):
-        pool = mock.Mock(wraps=flash_qla_kernels.ThreadPoolExecutor)
-        self.barrier = mock.Mock()
-        with (
-            mock.patch.object(flash_qla_kernels, "ThreadPoolExecutor", pool),
-            mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": processes}),
-        ):
-            self.call().wait()
-        pool.assert_called_once_with(threads)
-        self.assertEqual(len(self.calls), 7)
-
-    def test_padded_batches_and_equal_heads(self):
-        self.barrier = threading.Barrier(6)
-        self.call(documents=None, rows=2, heads=(4, 4)).wait()
-        self.assertNotIn("group_reduce_vector", self.calls)
-        given = self.calls["fused_gdr_h"][1]
-        self.assertIsNone(given["cu_seqlens"])
-        self.assertEqual(tuple(given["k"].shape), (2, 64, 4, 128))
-        self.assertEqual(tuple(self.calls["fused_gdr_bwd"][1]["h"].shape), (2, 1, 4, 128, 128))
-
     def test_the_prover_of_tilelang_leaves_ctrl_c_to_python(self):
         self.barrier, z3 = mock.Mock(), ModuleType("z3")
         z3.set_param = lambda *given: self.calls.update(z3=given)
@@ -147,16 +111,6 @@ class FlashQLACompilationTest(unittest.TestCase):
         self.assertIn("compiled one after the other", logs.output[0])
         self.assertIn("kkt_solve", logs.output[0])
         self.assertIn("fused_gdr_bwd", self.calls)
-
-    @parameterized.expand([(16,), (48,)])
-    def test_a_number_of_documents_for_each_forward(self, heads):
-        """FlashQLA 0.1.3 has three forwards, for fewer than 46 blocks, fewer than 92 and more on an H100."""
-        properties = SimpleNamespace(multi_processor_count=132)
-        with mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties):
-            numbers = flash_qla_kernels._numbers_of_documents(torch.device("cuda"), heads, 1)
-        forms = {(number * heads >= 46) + (number * heads >= 92) for number in numbers}
-        self.assertEqual(len(forms), len(numbers))
-        self.assertEqual(forms, {(number * heads >= 46) + (number * heads >= 92) for number in range(1, 300)})
 
 
 class QuietTest(unittest.TestCase):
@@ -190,22 +144,6 @@ assert (before.st_dev, before.st_ino) == (os.fstat(2).st_dev, os.fstat(2).st_ino
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         expected = "half a barINFO:other:not of TileLang\nof a child\n[12 files] : Warnings: mine\nno endafter\n"
         self.assertEqual(run.stderr.lstrip(), expected + "INFO:tilelang.jit:no longer\n")
-
-    def test_a_terminal_behind_the_pipe(self):
-        code = f"""
-import os, pty, runpy
-names = runpy.run_path({tilelang_output.__file__!r})
-parent, terminal = pty.openpty()
-shown = names["errors_are_shown"]
-assert not shown()
-with names["quiet"]():
-    assert not shown()
-os.dup2(terminal, 2)
-with names["quiet"]():
-    assert shown() and not os.isatty(2)
-assert shown()
-"""
-        subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.PIPE)
 
     def test_an_error_passes(self):
         with self.assertRaises(KeyError), tilelang_output.quiet():

@@ -36,54 +36,28 @@ SHAPES = [
         r"expected a weight \[out, 12\]",
     ),
     (
-        "norm_linear_gate",
-        lambda: gated_rms_norm(ones(2, 3, 4), ones(2, 12), ones(4), linear_weight=ones(5, 12)),
-        "expected hidden_states and gate",
-    ),
-    (
         "activation",
         lambda: glu(ones(2, 4), ones(2, 4), activation="gelu"),
         r"expected an activation of .*'silu'.*got \"gelu\"",
     ),
     ("swiglu", lambda: glu(ones(2, 4), ones(4)), "expected gate and hidden_states of the same shape"),
-    ("sigmoid_gate", lambda: glu(ones(2, 4), ones(2, 1), activation="sigmoid"), "expected gate and hidden_states"),
-    ("swiglu_linear", lambda: glu(ones(2, 4), ones(4), ones(3, 4)), "expected gate and hidden_states"),
     ("swiglu_linear_weight", lambda: glu(*(ones(2, 4),) * 2, ones(4, 3)), r"a weight \[out, 4\]"),
-    ("gate_linear_ndim", lambda: glu(*(ones(2, 4),) * 2, ones(4), activation="sigmoid"), r"a weight \[out, 4\]"),
-    ("rotary_gate", lambda: rotate(query_gate=(1, 5, 2, 8)), "expected"),
     ("rotary_tokens", lambda: rotate(key=(1, 4, 1, 8)), "expected"),
-    ("rotary_ndim", lambda: rotate(query_gate=(5, 2, 16), key=(5, 1, 8)), "expected"),
     ("rotary_weights", lambda: rotate(weights=(4,)), r"weights \[dim\]"),
     ("rotary_cos", lambda: rotate(cos=(1, 4, 4)), "expected"),
-    ("rotary_cos_ndim", lambda: rotate(cos=(5, 4)), "expected"),
-    ("rotary_sin", lambda: rotate(sin=(1, 5, 2)), "expected"),
     ("rotary_odd", lambda: rotate(cos=(1, 5, 3)), "expected"),
-    ("rotary_too_wide", lambda: rotate(cos=(1, 5, 10)), "expected"),
     ("decay_b", lambda: gated_delta_gates(ones(2, 4), ones(2, 3), ones(4), ones(4)), "expected"),
     ("decay_a_log", lambda: gated_delta_gates(ones(2, 4), ones(2, 4), ones(1), ones(4)), "value heads"),
-    ("decay_dt_bias", lambda: gated_delta_gates(ones(2, 4), ones(2, 4), ones(4), ones(2, 4)), "value heads"),
 ]
 UNSERVED = [
     ("norm_width", lambda impl: rms_norm(ones(1, 16400), ones(16400), impl=impl), "widths up to 16384, not 16400"),
     ("norm_float64", lambda impl: rms_norm(HALF, HALF[0, 0], impl=impl), "not torch.float64"),
-    (
-        "norm_dtypes",
-        lambda impl: rms_norm(ones(2, 4), ones(4), residual=ones(2, 4, dtype=torch.float64), impl=impl),
-        "not torch.float64",
-    ),
-    (
-        "gated_norm_dtypes",
-        lambda impl: gated_rms_norm(ones(2, 4), ones(2, 4, dtype=torch.bfloat16), ones(4), impl=impl),
-        "needs one dtype",
-    ),
     ("swiglu_dtypes", lambda impl: glu(ones(4), ones(4, dtype=torch.bfloat16), impl=impl), "needs one dtype"),
     (
         "gate_linear_dtypes",
         lambda impl: glu(ones(2, 4, dtype=torch.bfloat16), ones(2, 4), ones(3, 4), activation="sigmoid", impl=impl),
         "needs one dtype",
     ),
-    ("swiglu_float64", lambda impl: glu(HALF, HALF, impl=impl), "not torch.float64"),
-    ("sigmoid_gate_float64", lambda impl: glu(HALF, HALF, activation="sigmoid", impl=impl), "not torch.float64"),
     ("rotary_dim", lambda impl: rotate((1, 5, 2, 24), (1, 5, 1, 12), (12,), impl=impl), "power of two"),
     ("rotary_none", lambda impl: rotate(cos=(1, 5, 0), impl=impl), "needs rotary channels"),
     (
@@ -154,13 +128,6 @@ class ReferenceTest(BuiltinTesterMixin, unittest.TestCase):
             lambda x: (module.down_proj(glu(module.gate_proj(x), module.up_proj(x), impl="reference")),),
             lambda x: (module(x),),
             [self.normal(2, 7, 8)],
-        )
-
-    def test_sigmoid_gate(self):
-        self.assert_same(
-            lambda gate, x: (glu(gate, x, activation="sigmoid", impl="reference"),),
-            lambda gate, x: (x * torch.sigmoid(gate),),
-            [self.normal(2, 7, 8), self.normal(2, 7, 8)],
         )
 
     def test_qk_norm_rope(self):

@@ -1,4 +1,3 @@
-import itertools
 import unittest
 
 import torch
@@ -68,8 +67,9 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            *itertools.product((65,), (True, False), (True, False), (2, 4)),
-            *((length, True, True, 4) for length in (1, 2, 63, 64, 130, 300)),
+            (65, True, False, 2),
+            (65, False, True, 4),
+            *((length, True, True, 4) for length in (1, 64, 130)),
         ]
     )
     def test_chunk_against_builtin_and_recurrent(self, length, with_state, normalise, value_heads):
@@ -83,7 +83,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
                 self.assertEqual(a.dtype, b.dtype, name)
                 self.assertLess(relative_error(a, b), 1e-5, f"{name} against {oracle.__module__}")
 
-    @parameterized.expand([(1,), (63,), (64,), (65,), (300,)])
+    @parameterized.expand([(1,), (64,), (65,)])
     def test_chunk_against_recurrent_with_a_decay_for_each_channel(self, length):
         inputs, state, weights = self.make(length, True, 4, torch.float64, by_channel=True)
         state = state.detach().double().requires_grad_()
@@ -94,9 +94,8 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
         for a, b in zip(ours, expected, strict=True):
             self.assertLess(relative_error(a, b), 1e-12)
 
-    @parameterized.expand([(1, True), (65, False), (300, True)])
-    def test_bfloat16(self, length, with_state):
-        inputs, state, weights = self.make(length, with_state, 4, torch.bfloat16)
+    def test_bfloat16(self):
+        inputs, state, weights = self.make(65, True, 4, torch.bfloat16)
         ours = self.run_all(torch_chunk_gated_delta_rule, inputs, state, True, weights)
         self.assertEqual(ours[0].dtype, torch.bfloat16)
         self.assertEqual(ours[1].dtype, torch.float32)
@@ -116,11 +115,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
     @parameterized.expand(
         [
             ("chunk", True, True, 5),
-            ("chunk", True, False, 8),
-            ("chunk", False, True, 8),
-            ("chunk", False, False, 1),
-            ("recurrent", True, True, 5),
-            ("recurrent", False, False, 1),
+            ("recurrent", True, True, 3),
         ]
     )
     def test_gradcheck(self, name, with_state, normalise, length):
@@ -138,27 +133,13 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
 
         self.assertTrue(torch.autograd.gradcheck(function, inputs))
 
-    @parameterized.expand([(1, False), (1, True), (16, True), (100, False), (128, True)])
+    @parameterized.expand([(1, False), (16, True), (128, True)])
     def test_chunk_size_does_not_matter(self, chunk_size, by_channel):
         inputs = [x.detach() for x in make_inputs(70, by_channel=by_channel)]
         output, state = torch_chunk_gated_delta_rule(*inputs, chunk_size=chunk_size, output_final_state=True)
         expected, expected_state = torch_recurrent_gated_delta_rule(*inputs, output_final_state=True)
         self.assertLess(relative_error(output, expected), 1e-5)
         self.assertLess(relative_error(state, expected_state), 1e-5)
-
-    def test_the_formula(self):
-        # The definition, one head and one token at a time, with explicit matrices.
-        q, k, v, g, beta = (x.detach().double()[0] for x in make_inputs(9, key_heads=1, value_heads=2))
-        for head in range(2):
-            state = torch.zeros(8, 6, dtype=torch.float64)
-            for t in range(9):
-                key, rate = k[t, 0], beta[t, head]
-                state = g[t, head].exp() * (torch.eye(8) - rate * torch.outer(key, key)) @ state
-                state = state + rate * torch.outer(key, v[t, head])
-                expected = state.T @ q[t, 0] / 8**0.5
-                for _, function in TORCH_FUNCTIONS:
-                    output = function(*(x[None] for x in (q, k, v, g, beta)))[0]
-                    self.assertLess(relative_error(output[0, t, head], expected), 1e-12)
 
     @parameterized.expand(TORCH_FUNCTIONS)
     def test_packing_keywords_are_ignored(self, _, function):
@@ -168,9 +149,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
         for a, b in zip(function(*inputs, output_final_state=True, **packing), plain, strict=True):
             self.assertTrue(torch.equal(a, b))
 
-    @parameterized.expand(
-        [("chunk", 60.0, False), ("recurrent", 60.0, False), ("chunk", 60.0, True), ("chunk", 300.0, True)]
-    )
+    @parameterized.expand([("chunk", 60.0, False), ("chunk", 300.0, True)])
     def test_strong_decay_overflows_nowhere(self, name, decay, by_channel):
         # Summed over a chunk, exp(-g) far exceeds the range of float32.
         inputs = make_inputs(130, decay=decay, by_channel=by_channel)
@@ -182,18 +161,12 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
         for a, b in zip(*found, strict=True):
             self.assertLess(relative_error(a, b), 1e-4)
 
-    @parameterized.expand(TORCH_FUNCTIONS)
-    def test_no_final_state_unless_asked(self, _, function):
-        self.assertIsNone(function(*make_inputs(3))[1])
-
 
 class GatedDeltaRuleTest(unittest.TestCase):
     def setUp(self):
         torch.manual_seed(0)
 
-    @parameterized.expand(
-        [(gated_delta_rule, 1), (gated_delta_rule, 70), (kimi_delta_rule, 64), (kimi_delta_rule, 129)]
-    )
+    @parameterized.expand([(gated_delta_rule, 70), (kimi_delta_rule, 64)])
     def test_continues_from_a_state(self, rule, split):
         inputs = [x.detach() for x in make_inputs(130, batch=2, by_channel=rule is kimi_delta_rule)]
         whole, final_state = rule(*inputs, output_final_state=True)
@@ -202,16 +175,7 @@ class GatedDeltaRuleTest(unittest.TestCase):
         self.assertLess(relative_error(torch.cat([first, second], dim=1), whole), 1e-5)
         self.assertLess(relative_error(state, final_state), 1e-5)
 
-    def test_dtype_of_the_query(self):
-        inputs = [x.detach() for x in make_inputs(10, dtype=torch.bfloat16)]
-        # The decay stays float32 in a bfloat16 model.
-        inputs[3] = inputs[3].float()
-        for boundaries in (None, SequenceBoundaries.from_lengths([4, 6])):
-            output, state = gated_delta_rule(*inputs, boundaries=boundaries)
-            self.assertEqual(output.dtype, torch.bfloat16)
-            self.assertIsNone(state)
-
-    @parameterized.expand([(gated_delta_rule, [4, 6]), (gated_delta_rule, [1, 70, 2]), (kimi_delta_rule, [4, 70, 1])])
+    @parameterized.expand([(gated_delta_rule, [1, 70, 2]), (kimi_delta_rule, [4, 70, 1])])
     def test_states_of_documents(self, rule, lengths):
         """The states of a packed row are those of its documents, in values and in gradients."""
         boundaries = SequenceBoundaries.from_lengths(lengths)

@@ -1,7 +1,6 @@
 import unittest
 import weakref
 from functools import partial
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 from torch.autograd import gradcheck, gradgradcheck
 
-from transformers_packed.ops import linear_logps, logps
+from transformers_packed.ops import linear_logps
 
 
 # Rows of the hidden states: one for several targets, in any order, and some for none.
@@ -87,23 +86,21 @@ class LogpsMixin:
         for x in actual[: 1 + options.get("entropy", False)]:
             self.assertEqual(x[inputs[-1] == -100].count_nonzero(), 0)
 
-    @parameterized.expand([("bfloat16", torch.bfloat16, 1.5e-2), ("float16", torch.float16, 2e-3)])
-    def test_half_precision(self, _, dtype, bar):
-        inputs = make(dtype)
+    def test_bfloat16(self):
+        inputs = make(torch.bfloat16)
         options = {"temperature": 1.3, "entropy": True, "rows": ROWS, "chunk_size": 5}
         actual, expected = run(self.impl, inputs, **options), oracle(inputs, **options)
-        self.assertEqual([x.dtype for x in actual], 2 * [torch.float32] + 3 * [dtype])
-        self.assertLess(max(errors(actual, expected)), bar)
+        self.assertEqual([x.dtype for x in actual], 2 * [torch.float32] + 3 * [torch.bfloat16])
+        self.assertLess(max(errors(actual, expected)), 1.5e-2)
 
-    @parameterized.expand(BOTH)
-    def test_gradient_of_the_entropy_alone(self, _, options):
+    def test_gradient_of_the_entropy_alone(self):
         *tensors, targets = make()
         leaves = [x.requires_grad_() for x in tensors]
-        values = outputs_of(self.impl, leaves, targets, entropy=True, chunk_size=5, **options)
+        values = outputs_of(self.impl, leaves, targets, entropy=True, chunk_size=5, rows=ROWS)
         weights = upstream_of(values)[1]
         actual = torch.autograd.grad(values[1], leaves, weights)
         doubles = [x.detach().double().requires_grad_() for x in leaves]
-        expected = outputs_of("reference", doubles, targets, entropy=True, **options)[1]
+        expected = outputs_of("reference", doubles, targets, entropy=True, rows=ROWS)[1]
         self.assertLess(max(errors(actual, torch.autograd.grad(expected, doubles, weights.double()))), 2e-6)
 
     @parameterized.expand(BOTH)
@@ -122,10 +119,9 @@ class LogpsMixin:
             self.assertTrue(torch.equal(a, b))
         self.assertEqual(after[2][~used].count_nonzero(), 0)
 
-    @parameterized.expand([("ignored", TOKENS), ("none", 0)])
-    def test_without_targets(self, _, tokens):
+    def test_without_targets(self):
         hidden, weight, bias, targets = make()
-        for rows in (None, ROWS[:tokens]):
+        for tokens, rows in ((TOKENS, None), (TOKENS, ROWS), (0, ROWS[:0])):
             inputs = (hidden[:tokens], weight, bias, torch.full_like(targets, -100)[:tokens])
             plain = run(self.impl, inputs, rows=rows, same_gradient=True)
             self.assertEqual([int(x.count_nonzero()) for x in plain], 4 * [0])
@@ -133,14 +129,9 @@ class LogpsMixin:
             self.assertEqual([x.shape for x in actual[:3]], [(tokens,), (tokens,), (tokens, HIDDEN)])
             self.assertEqual([int(x.count_nonzero()) for x in actual], 5 * [0])
 
-    @parameterized.expand(BOTH)
-    def test_no_ignored_index(self, _, options):
-        inputs = make(ignored=False)
-        actual = run(self.impl, inputs, ignore_index=None, chunk_size=5, **options)
-        for a, b in zip(actual, run(self.impl, inputs, chunk_size=5, **options), strict=True):
-            self.assertTrue(torch.equal(a, b))
-        # -100 is then a target outside of the vocabulary.
-        found = run(self.impl, make(), ignore_index=None, chunk_size=5, **options)[0]
+    def test_no_ignored_index(self):
+        """-100 is then a target outside of the vocabulary."""
+        found = run(self.impl, make(), ignore_index=None, chunk_size=5)[0]
         self.assertEqual(int(found.isnan().sum()), int((make()[-1] == -100).sum()))
 
     @parameterized.expand(BOTH)
@@ -182,15 +173,6 @@ class LogpsMixin:
                 reference = run("reference", (hidden, weight, bias, outside), rows=rows)
                 self.assertLess(max(errors(actual[1:], reference[1:])), 2e-6)
 
-    def test_extreme_logits(self):
-        hidden, weight, bias, targets = make()
-        inputs = (hidden * 1e3, weight, bias, targets)
-        options = {"entropy": True, "rows": ROWS}
-        actual, expected = run(self.impl, inputs, **options), oracle(inputs, **options)
-        # The entropy of nearly certain rows is far smaller than the rounding of their logits.
-        self.assertLess(max(errors([actual[0], *actual[2:]], [expected[0], *expected[2:]])), 1e-3)
-        self.assertTrue(bool(actual[1].isfinite().all()))
-
     def test_logits_of_minus_infinity(self):
         """A masked token has no probability and adds nothing to the entropy or a gradient."""
         hidden, weight, bias, targets = make()
@@ -214,20 +196,6 @@ class LogpsMixin:
         upstream = [torch.stack([x, x * float("nan")], -1)[..., 0] for x in upstream_of(outputs)]
         gradients = torch.autograd.grad(outputs, (*leaves, bias), upstream)
         self.assertLess(max(errors([x.detach() for x in (*outputs, *gradients)], expected)), 1e-6)
-
-    def test_shapes_of_a_batch(self):
-        hidden, weight, bias, targets = make()
-        expected = run(self.impl, (hidden[:20], weight, bias, targets[:20]), chunk_size=5, entropy=True)
-        upstream = [x.view(4, 5) for x in upstream_of(expected[:2])]
-        batch = hidden[:20].view(4, 5, -1), weight, bias, targets[:20].view(4, 5)
-        actual = run(self.impl, batch, upstream, chunk_size=5, entropy=True)
-        self.assertEqual([x.shape for x in actual[:3]], [(4, 5), (4, 5), (4, 5, HIDDEN)])
-        for a, b in zip(actual, expected, strict=True):
-            self.assertTrue(torch.equal(a.reshape(b.shape), b))
-        rows = ROWS[:20].view(4, 5)
-        shared = linear_logps(hidden, weight, targets[:20].view(4, 5), rows=rows, impl=self.impl)
-        flat = linear_logps(hidden, weight, targets[:20], rows=rows.flatten(), impl=self.impl)
-        self.assertTrue(torch.equal(shared.flatten(), flat))
 
     def test_a_frozen_head_and_a_tied_head(self):
         hidden, weight, bias, targets = make()
@@ -289,16 +257,6 @@ class LogpsMixin:
                 self.assertTrue(all(torch.equal(a, b) for a, b in zip(kept, gradients[-1], strict=True)))
             self.assertLess(max(errors(*gradients)), 1e-6)
 
-    def test_result_may_be_changed_in_place(self):
-        for ignored in (True, False):
-            *tensors, targets = make(ignored=ignored)
-            leaves = [x.requires_grad_() for x in tensors]
-            both = outputs_of(self.impl, leaves, targets, entropy=True)
-            expected = torch.autograd.grad([2 * x for x in both], leaves, upstream_of(both), retain_graph=True)
-            actual = torch.autograd.grad([x.mul_(2) for x in both], leaves, upstream_of(both))
-            for a, b in zip(actual, expected, strict=True):
-                self.assertTrue(torch.equal(a, b))
-
 
 class ChunksMixin(LogpsMixin):
     def test_second_derivatives_are_refused(self):
@@ -307,14 +265,6 @@ class ChunksMixin(LogpsMixin):
         (found,) = outputs_of(self.impl, leaves, targets)
         with self.assertRaisesRegex(ValueError, 'got create_graph=True. Pass impl="reference"'):
             torch.autograd.grad(found.sum(), leaves, create_graph=True)
-
-    def test_retain_graph(self):
-        *tensors, targets = make()
-        leaves = [x.requires_grad_() for x in tensors]
-        both = outputs_of(self.impl, leaves, targets, entropy=True, chunk_size=5)
-        first = torch.autograd.grad(both, leaves, upstream_of(both), retain_graph=True)
-        for a, b in zip(torch.autograd.grad(both, leaves, upstream_of(both)), first, strict=True):
-            self.assertTrue(torch.equal(a, b))
 
     def test_under_autocast(self):
         with torch.autocast("cpu", torch.bfloat16):
@@ -408,21 +358,6 @@ class GradientsTest(unittest.TestCase):
 class TorchChunksTest(ChunksMixin, unittest.TestCase):
     impl = "torch"
 
-    def test_nothing_is_saved_without_gradients(self):
-        hidden, weight, bias, targets = make()
-        with torch.no_grad():
-            found = linear_logps(hidden.requires_grad_(), weight, targets, bias, chunk_size=5)
-        self.assertFalse(found.requires_grad)
-        self.assertLess(relative(found, oracle((hidden, weight, bias, targets))[0]), 2e-6)
-
-    def test_a_frozen_head_takes_smaller_chunks(self):
-        hidden, weight, _, targets = make(ignored=False)
-        with mock.patch.multiple(logps, CHUNK_SIZE=12, FROZEN_CHUNK_SIZE=9):
-            for trained, sizes in ((True, [12, 11]), (False, [9, 9, 5])):
-                with LargestTensor() as seen:
-                    linear_logps(hidden, weight.requires_grad_(trained), targets)
-                self.assertEqual([rows for rows, _ in seen.products], sizes)
-
     @parameterized.expand(
         [
             ("targets", lambda h, w, y: linear_logps(h, w, y[1:]), r"targets \[\.\.\.\].*got .* \(22,\), none"),
@@ -433,11 +368,8 @@ class TorchChunksTest(ChunksMixin, unittest.TestCase):
             ),
             ("bias", lambda h, w, y: linear_logps(h, w, y, w[0]), r"bias \[vocab\].*, \(16,\)"),
             ("rows", lambda h, w, y: linear_logps(h, w, y, rows=y[1:]), r"rows \[\.\.\.\].*\(22,\)"),
-            ("batch", lambda h, w, y: linear_logps(h[None], w, y, rows=y), r"hidden_states \[N, hidden\]"),
             ("floats", lambda h, w, y: linear_logps(h, w, y.float()), "integer targets, got torch.float32"),
-            ("float_rows", lambda h, w, y: linear_logps(h, w, y, rows=y.float()), "integer rows, got torch.float32"),
             ("chunk", lambda h, w, y: linear_logps(h, w, y, chunk_size=0), "chunk_size of 1 or more"),
-            ("nan", lambda h, w, y: linear_logps(h, w, y, temperature=float("nan")), "temperature above 0"),
             ("impl", lambda h, w, y: linear_logps(h, w, y, impl="triton"), "needs CUDA tensors"),
         ]
     )
@@ -451,15 +383,12 @@ class TorchChunksTest(ChunksMixin, unittest.TestCase):
 class TritonChunksTest(ChunksMixin, InterpretedKernelsTest):
     impl = "triton"
 
-    @parameterized.expand([("plain", {}), ("rows", {"rows": ROWS, "temperature": 0.7})])
-    def test_in_guarded_buffers(self, _, options):
-        options = options | {"chunk_size": 5, "entropy": True}
+    def test_in_guarded_buffers(self):
+        options = {"rows": ROWS, "temperature": 0.7, "chunk_size": 5, "entropy": True}
         expected = run("triton", make(), **options)
         with guarded_buffers():
             actual = run("triton", make(), **options)
         self.assertLess(max(errors(actual, expected)), 1e-6)
-        for a, b in zip(run("triton", make(), **options), expected, strict=True):
-            self.assertTrue(torch.equal(a, b), "not the same twice")
 
     def test_a_vocabulary_of_several_blocks(self):
         generator = torch.Generator().manual_seed(0)
@@ -470,7 +399,7 @@ class TritonChunksTest(ChunksMixin, InterpretedKernelsTest):
         options = {"rows": torch.tensor([0, 1, 2, 2]), "entropy": True, "temperature": 1.1}
         self.assertLess(max(errors(run("triton", inputs, **options), oracle(inputs, **options))), 5e-6)
         # The first of equal logits in lanes of several blocks, and in both halves of a step.
-        for places in ([0, 8191], [2048, 4096], [4095, 2047 + 4096, 8192 + 76], [4096 + 3, 2048 + 3], [8192, 8191]):
+        for places in ([4095, 2047 + 4096, 8192 + 76], [4096 + 3, 2048 + 3], [8192, 8191]):
             bias = torch.zeros(len(weight)).index_fill(0, torch.tensor(places), 1000.0)
             for place in places:
                 targets = torch.full((3,), place)

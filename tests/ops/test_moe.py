@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import itertools
 import unittest
 from functools import partial
 from unittest import mock
@@ -15,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3_5MoeTextConfig, Qwen3NextConfig
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeExperts, Qwen3_5MoeTopKRouter
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
 from transformers_packed.ops import choose_experts, experts
@@ -89,9 +88,7 @@ def stock_route(cls, config, logits, normalize=True):
 ROUTERS = [
     *((impl, Qwen3NextTopKRouter, FLOAT32, 60, 8, True) for impl in IMPLEMENTATIONS),
     *((impl, Qwen3_5MoeTopKRouter, BFLOAT16, 8, 2, True) for impl in IMPLEMENTATIONS),
-    *((impl, Qwen3_5MoeTopKRouter, FLOAT32, 5, 5, True) for impl in IMPLEMENTATIONS),
     *((impl, Qwen3NextTopKRouter, BFLOAT16, 5, 1, True) for impl in IMPLEMENTATIONS),
-    ("reference", Qwen3NextTopKRouter, FLOAT32, 8, 2, False),
     ("reference", Qwen3NextTopKRouter, BFLOAT16, 60, 8, False),
 ]
 
@@ -152,7 +149,7 @@ class RouterTest(Assertions, InterpretedKernelsTest):
     @parameterized.expand(IMPLEMENTATIONS)
     def test_numbers_of_tokens_and_isolation(self, impl):
         for dtype, number, top_k, seed in ((FLOAT32, 7, 7, 0), (BFLOAT16, 64, 8, 1)):
-            logits, upstream = normal(50, number, dtype=dtype, seed=seed), normal(50, top_k, dtype=dtype, seed=seed)
+            logits, upstream = normal(40, number, dtype=dtype, seed=seed), normal(40, top_k, dtype=dtype, seed=seed)
             together = route(impl, logits, top_k, upstream=upstream)
             for start, stop in ((0, 0), (0, 1), (5, 37)):
                 alone = route(impl, logits[start:stop], top_k, upstream=upstream[start:stop])
@@ -214,21 +211,6 @@ def oracle(x, index, weights, gate_up, down):
     return torch.stack(rows) if rows else 0 * x + zero
 
 
-def stock_experts(mode):
-    """The experts of Transformers with an implementation."""
-
-    def run(x, index, weights, gate_up, down):
-        number, hidden, width = down.shape
-        config = Qwen3_5MoeTextConfig(num_experts=number, hidden_size=hidden, moe_intermediate_size=width)
-        config._experts_implementation = mode
-        with torch.device("meta"):
-            module = Qwen3_5MoeExperts(config)
-        tensors = {"gate_up_proj": gate_up, "down_proj": down}
-        return torch.func.functional_call(module, tensors, (x, index, weights))
-
-    return run
-
-
 NAMES = ("x", "weights", "gate_up", "down")
 
 
@@ -273,8 +255,7 @@ ROUTINGS = {
     "many_experts": (choices(5, 20, 2), 20),
     "top_k_of_all": (choices(37, 4, 4), 4),
     "all_tokens_to_one_expert": (torch.full((150, 1), 2), 4),
-    "more_than_a_tile": (torch.cat([choices(140, 2, 2), choices(3, 3, 2)]), 3),
-    "a_tile": (torch.full((128, 1), 1), 2),
+    "more_than_a_tile": (torch.tensor([[1]] * 129 + [[0]]), 2),
     "one_token": (choices(1, 5, 3), 5),
     "no_tokens": (choices(0, 5, 3), 5),
     "experts_without_tokens": (torch.tensor([[1, 3], [3, 1], [1, 3]] * 6), 5),
@@ -286,7 +267,10 @@ ROUTINGS = {
 CASES = [("reference", FLOAT64, name) for name in ROUTINGS]
 CASES += [("reference", dtype, "on_another_device") for dtype in (FLOAT32, BFLOAT16)]
 # For the kernels, these differ from others in numbers of rows alone.
-CASES += [("triton", BFLOAT16, x) for x in ROUTINGS if x not in ("all_tokens_to_one_expert", "top_k_of_all")]
+ALIKE = ("many_experts", "top_k_of_all", "all_tokens_to_one_expert", "on_another_device")
+CASES += [("triton", BFLOAT16, x) for x in ROUTINGS if x not in ALIKE]
+# The interpreter takes as long for an expert with few tokens as for one with many.
+FEW = (choices(9, 2, 2), 2)
 
 
 def each(cases, *others):
@@ -327,19 +311,14 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
         setattr(case, name, getattr(case, name).bfloat16())
         self.check(case, "reference", bar=BARS[BFLOAT16])
 
-    @parameterized.expand(each([(64, 192), (320, 64)]))
-    def test_triton_in_other_sizes(self, _, hidden, width):
-        self.check(Case(choices(37, 5, 3), 5, hidden, width, BFLOAT16), "triton")
-
-    def test_reference_equals_transformers_in_float64(self):
-        for index, number in ((choices(37, 8, 2), 8), (torch.full((20, 1), 2), 4)):
-            self.check(Case(index, number, 24, 16, FLOAT64), "reference", stock_experts("eager"))
+    def test_triton_in_other_sizes(self):
+        self.check(Case(*FEW, 192, 128, BFLOAT16), "triton")
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_gradients_of_some_inputs(self, impl):
-        case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
+        case = Case(*FEW, dtype=BFLOAT16)
         every = dict(zip(("y", *NAMES), case.run(impl), strict=True))
-        for trained in (("x",), ("down",), NAMES[:2], ()):
+        for trained in (("x",), ("down",), NAMES[:2]):
             self.assert_same_bits(case.run(impl, trained), [every["y"], *(every[name] for name in trained)], trained)
 
     @parameterized.expand(IMPLEMENTATIONS)
@@ -367,7 +346,7 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_tensors_that_are_not_contiguous(self, impl):
-        plain = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
+        plain = Case(*FEW, dtype=BFLOAT16)
         expected = plain.run(impl)
         for layout, change in LAYOUTS.items():
             case = copy.copy(plain)
@@ -387,9 +366,9 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
         plain.upstream = plain.upstream.contiguous()
         self.assert_same_bits(actual, plain.run(impl), "an expanded gradient")
 
-    @parameterized.expand(each([("reference", FLOAT32), ("triton", FLOAT32), ("triton", BFLOAT16)]))
+    @parameterized.expand(each([("reference", FLOAT32), ("triton", BFLOAT16)]))
     def test_autocast(self, _, impl, x_dtype):
-        case = Case(choices(20, 3, 2), 3, dtype=FLOAT32, x_dtype=x_dtype)
+        case = Case(*FEW, dtype=FLOAT32, x_dtype=x_dtype)
 
         def call(x, index, *weights):
             with torch.autocast("cpu", BFLOAT16):
@@ -397,12 +376,8 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
 
         self.check(case, call, bar=BARS[BFLOAT16])
 
-    @parameterized.expand(IMPLEMENTATIONS)
-    def test_input_and_router_weights_in_float32(self, impl):
-        self.check(Case(choices(20, 3, 2), 3, dtype=BFLOAT16, x_dtype=FLOAT32), impl)
-
     def test_the_same_bits_twice_and_from_unwritten_buffers(self):
-        case = Case(*ROUTINGS["on_another_device"], dtype=BFLOAT16)
+        case = Case(choices(9, 3, 2), 2, dtype=BFLOAT16)
         plain = case.run("triton")
         with guarded_buffers():
             self.assert_same_bits(case.run("triton"), plain)
@@ -422,14 +397,6 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
         other = ((rows[3] + rows[2]) + rows[1]) + rows[0]
         self.assertFalse(torch.equal(expected, other))
         self.assert_same_bits(case.run(impl, ()), [expected])
-
-    @parameterized.expand(IMPLEMENTATIONS)
-    def test_a_graph_that_is_retained(self, impl):
-        case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
-        x, *weights = leaves = case.leaves()
-        y = experts(x, case.index, *weights, impl=impl)
-        first = torch.autograd.grad(y, leaves, case.upstream, retain_graph=True)
-        self.assert_same_bits(torch.autograd.grad(y, leaves, case.upstream), first)
 
     def test_triton_saves_the_input_and_gate_and_up(self):
         case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
@@ -470,13 +437,13 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
             torch.func.grad(loss)(x, "triton")
 
     def test_no_gradients_wanted(self):
-        case = Case(choices(9, 3, 2), 3, dtype=BFLOAT16)
+        case = Case(*FEW, dtype=BFLOAT16)
         x, *weights = case.leaves()
         pieces = (lambda first, last, w=w: w.detach()[first:last] for w in weights[1:])
         quantized = [DequantizedExperts(w.shape, w.dtype, piece) for w, piece in zip(weights[1:], pieces, strict=True)]
         for impl in IMPLEMENTATIONS:
-            expected = case.run(impl)[0]
-            for mode, both in itertools.product((torch.no_grad, torch.inference_mode), (weights[1:], quantized)):
+            expected = case.run(impl, ())[0]
+            for mode, both in ((torch.no_grad, quantized), (torch.inference_mode, weights[1:])):
                 with mode():
                     y = experts(x, case.index, weights[0], *both, impl=impl)
                 self.assertFalse(y.requires_grad)
@@ -533,9 +500,8 @@ def leaks(document, function, numbers, seed, bar=0.0, around=AROUND):
 
 
 PLACES = [(0, 30), (30, 0), (11, 50), (3, 2), (100, 133), (1, 0)]
-SIZES = [(*size, FLOAT32, FLOAT32) for size in ((8, 5), (37, 33), (64, 64), (100, 20), (1, 1))]
-SIZES += [(64, 64, BFLOAT16, BFLOAT16), (129, 7, BFLOAT16, BFLOAT16), (64, 64, BFLOAT16, FLOAT32)]
-SIZES += [(64, 64, FLOAT32, BFLOAT16), (64, 64, FLOAT64, FLOAT64)]
+SIZES = [(37, 33, FLOAT32, FLOAT32), (64, 64, FLOAT32, FLOAT32), (1, 1, FLOAT32, FLOAT32)]
+SIZES += [(129, 7, BFLOAT16, BFLOAT16), (64, 64, BFLOAT16, FLOAT32)]
 
 
 class IsolationTest(Assertions, InterpretedKernelsTest):
@@ -550,20 +516,9 @@ class IsolationTest(Assertions, InterpretedKernelsTest):
             bar = 0.0 if hidden % 4 == width % 4 == 0 else 2e-6
             self.assertEqual(leaks(document, "reference", places, seed, bar), [], seed)
 
-    @parameterized.expand(
-        each([(7, 3, 64, FLOAT32, 11, 30), (5, 2, 128, BFLOAT16, 70, 3), (129, 1, 64, FLOAT32, 1, 0)])
-    )
-    def test_triton(self, _, tokens, top_k, hidden, x_dtype, *places):
-        document = Case(choices(tokens, top_k, top_k, tokens), top_k, hidden, 64, BFLOAT16, x_dtype, seed=tokens)
-        self.assertEqual(leaks(document, "triton", places, tokens, around=AROUND[:2]), [])
-
-    def test_the_comparison_finds_leaks(self):
-        def mixed(x, index, *weights):
-            return experts(x + 1e-3 * x.mean(0), index, *weights, impl="reference")
-
-        document = Case(choices(9, 5, 3), 5)
-        for bar in (0.0, 2e-6):
-            self.assertEqual(len(leaks(document, mixed, (20, 13), 0, bar)), 12)
+    def test_triton(self):
+        document = Case(choices(7, 3, 3, 7), 3, dtype=BFLOAT16, x_dtype=FLOAT32, seed=7)
+        self.assertEqual(leaks(document, "triton", (11, 30), 7, around=AROUND[1:2]), [])
 
 
 MATRICES = ("gate_up_down", "gate_up_up", "down_down", "down_up")
@@ -603,7 +558,7 @@ class AdapterTest(AdaptersTestCase):
 
     @parameterized.expand(
         each(
-            [("reference", FLOAT64, *ranks) for ranks in ((4, 4), (16, 33), (3, 0), (0, 1), (64, 2))]
+            [("reference", FLOAT64, *ranks) for ranks in ((16, 33), (3, 0), (0, 1))]
             + [("triton", BFLOAT16, *ranks) for ranks in ((16, 33), (3, 0), (0, 1))]
             + [("reference", FLOAT32, 4, 4)]
         )
@@ -620,10 +575,10 @@ class AdapterTest(AdaptersTestCase):
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_gradients_of_some_inputs(self, impl):
-        case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
+        case = Case(*FEW, dtype=BFLOAT16)
         matrices = self.matrices(case, (4, 8), BFLOAT16)
         every = dict(zip(("y", *NAMES, *MATRICES), self.run_op(case, impl, matrices), strict=True))
-        for trained in (("x",), MATRICES, MATRICES[1:3], MATRICES[3:]):
+        for trained in (("x",), MATRICES[1:3]):
             found = self.run_op(case, impl, matrices, trained)
             self.assert_same_bits(found, [every["y"], *(every[name] for name in trained)], trained)
 
@@ -636,7 +591,7 @@ class AdapterTest(AdaptersTestCase):
         self.assertEqual(found, [])
 
     def test_from_unwritten_buffers(self):
-        case = Case(ROUTINGS["on_another_device"][0][:20], 5, dtype=BFLOAT16)
+        case = Case(choices(9, 3, 2), 2, dtype=BFLOAT16)
         matrices = self.matrices(case, (4, 8), BFLOAT16)
         plain = self.run_op(case, "triton", matrices)
         with guarded_buffers():
@@ -678,11 +633,8 @@ class QuantizedExpertsTest(AdaptersTestCase):
                 ("reference", "random", 2, 1, 4, 33),
                 ("reference", "on_another_device", 1, 1, 0, 8),
                 ("reference", "no_tokens", 2, 1, 4, 8),
-                ("triton", "random", 2, PIECES[0], 4, 33),
-                ("triton", "on_another_device", 1, PIECES[0], 4, 8),
-                ("triton", "many_experts", 2, PIECES[0], 0, 0),
-                ("triton", "experts_without_tokens", 2, PIECES[1], 0, 0),
-                ("triton", "many_experts", 1, PIECES[1], 0, 8),
+                ("triton", "on_another_device", 2, PIECES[0], 4, 33),
+                ("triton", "experts_without_tokens", 1, PIECES[1], 0, 8),
                 ("triton", "no_tokens", 2, PIECES[1], 4, 8),
             ]
         )
@@ -696,7 +648,7 @@ class QuantizedExpertsTest(AdaptersTestCase):
         self.assert_same_bits(found, expected)
 
     def test_computed_in_another_layout(self):
-        case = Case(*ROUTINGS["random"], dtype=BFLOAT16)
+        case = Case(*FEW, dtype=BFLOAT16)
         matrices = self.matrices(case, (4, 8), BFLOAT16)
         expected = self.run_op(case, "triton", matrices, NAMES[:2])
         for name, layout in LAYOUTS.items():
@@ -706,7 +658,7 @@ class QuantizedExpertsTest(AdaptersTestCase):
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_autocast(self, impl):
-        case = Case(*ROUTINGS["random"])
+        case = Case(*FEW)
 
         def call(x, index, weights, *both):
             with torch.autocast("cpu", BFLOAT16):
@@ -740,8 +692,6 @@ class QuantizedExpertsTest(AdaptersTestCase):
         first, second = [(128, 0, 3), (128, 3, 5)], [(64, 0, 5)]
         for trained, ranks, backward in (
             (("x",), (0, 0), [*second, *first]),
-            (("weights",), (0, 0), second),
-            (MATRICES[:1], (4, 8), [*second, *first]),
             (MATRICES[2:], (4, 8), second),
         ):
             self.computed.clear()
@@ -767,7 +717,7 @@ class SharedExpertTest(Assertions, InterpretedKernelsTest):
     @parameterized.expand(
         each(
             [("reference", FLOAT64, "on_another_device"), ("reference", FLOAT32, "random")]
-            + [("triton", BFLOAT16, "on_another_device"), ("triton", BFLOAT16, "no_tokens")]
+            + [("triton", BFLOAT16, "experts_without_tokens"), ("triton", BFLOAT16, "no_tokens")]
         )
     )
     def test_equals_the_definition(self, _, impl, dtype, routing):
@@ -780,14 +730,14 @@ class SharedExpertTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_gradients_of_some_inputs(self, impl):
-        case = Case(*ROUTINGS["random"], dtype=BFLOAT16)
+        case = Case(*FEW, dtype=BFLOAT16)
         every = dict(zip(("y", "x", "weights", "shared", "gate"), self.run_op(case, impl), strict=True))
         for trained in ("x", "shared", "gate"):
             self.assert_same_bits(self.run_op(case, impl, trained=(trained,)), [every["y"], every[trained]], trained)
 
     def test_in_another_dtype(self):
         """Autocast computes the shared expert in bfloat16 and leaves the input in float32."""
-        case = Case(*ROUTINGS["random"], dtype=BFLOAT16, x_dtype=FLOAT32)
+        case = Case(*FEW, dtype=BFLOAT16, x_dtype=FLOAT32)
         found, expected = (self.run_op(case, impl, BFLOAT16) for impl in IMPLEMENTATIONS)
         self.assertEqual([x.dtype for x in found], [x.dtype for x in expected])
         self.assertEqual([x.dtype for x in found], [FLOAT32] * 3 + [BFLOAT16] * 2)

@@ -155,8 +155,8 @@ class BucketLayoutTest(unittest.TestCase):
         self.assertEqual(cost([[bucket.length] * bucket.num_documents for bucket in buckets]), cheapest)
 
     def test_many_documents(self):
-        """Grouping 100,000 documents works on their few distinct lengths."""
-        lengths = torch.randint(1, 300, (100_000,), generator=torch.Generator().manual_seed(0))
+        """Grouping many documents works on their few distinct lengths."""
+        lengths = torch.randint(1, 300, (20_000,), generator=torch.Generator().manual_seed(0))
         buckets = layout_for(lengths).buckets
         self.assertEqual([bucket.length for bucket in buckets], [299, 256, 192, 128, 64])
 

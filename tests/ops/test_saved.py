@@ -14,12 +14,9 @@ from parameterized import parameterized
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen3_5TextConfig
-from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
 from transformers_packed import patch_model
-from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5MLP
-from transformers_packed.ops import experts, gated_rms_norm, glu, rms_norm
+from transformers_packed.ops import experts, gated_rms_norm, glu
 from transformers_packed.ops.autograd import save, saved
 from transformers_packed.ops.linear import shared_input_linears
 from transformers_packed.ops.terms import Adapter, Float8Weight, Projection
@@ -118,30 +115,12 @@ class SaveTest(unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, "backward through the graph a second time"):
             y.sum().backward()
 
-    def test_what_hooks_return_is_freed_with_the_backward(self):
-        packed = []
-        with Packed.hooks(packed):
-            y = Cube.apply(self.x)
-        self.assertEqual([found() is not None for found in packed], [True, True])
-        y.sum().backward(retain_graph=True)
-        self.assertEqual([found() is not None for found in packed], [True, True])
-        y.sum().backward()
-        self.assertEqual([found() is not None for found in packed], [False, False])
-
     @parameterized.expand([("no_grad", torch.no_grad), ("inference_mode", torch.inference_mode), ("detached", None)])
     def test_nothing_is_packed_without_a_need(self, _, mode):
         packed = []
         with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda x: x), mode() if mode else nullcontext():
             Cube.apply(self.x if mode else self.x.detach())
         self.assertEqual(packed, [])
-
-    @parameterized.expand([("parameter", torch.nn.Parameter), ("input", torch.sin)])
-    def test_hooks_get_inputs_as_they_are(self, _, make):
-        packed, x = [], make(self.x if make is torch.sin else self.x.detach())
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
-            Cube.apply(x)
-        self.assertIs(packed[0], x)
-        self.assertFalse(packed[1].requires_grad)
 
 
 def layer(adapted, in_float8):
@@ -186,10 +165,8 @@ class FreedTest(InterpretedKernelsTest):
         del y
         self.assertIsNone(packed[0]())
 
-    @parameterized.expand([("qwen3_5", True), ("qwen3_5_moe", False)])
-    def test_layers(self, family, adapted):
-        model = tiny_model(family)
-        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")) if adapted else model
+    def test_layers(self):
+        model = get_peft_model(tiny_model("qwen3_5"), LoraConfig(r=2, target_modules="all-linear"))
         patch_model(model)
         packed = []
         with Packed.hooks(packed):
@@ -197,39 +174,6 @@ class FreedTest(InterpretedKernelsTest):
         self.assertGreater(len(packed), 30)
         del y
         self.assertEqual([found().x.shape for found in packed if found() is not None], [])
-
-    def test_what_a_checkpoint_computes_again(self):
-        x, norm = torch.randn(1, TOKENS, WIDTH, requires_grad=True), torch.ones(WIDTH)
-
-        def block(x):
-            y, total = rms_norm(x, norm, residual=x.sin(), impl="triton")
-            return y + total.sin()
-
-        again(block)(x).sum().backward()
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        gc.set_debug(0)
-        found = [x.shape for x in gc.garbage if isinstance(x, torch.Tensor)]
-        gc.garbage.clear()
-        self.assertEqual(found, [])
-
-    def test_without_gradients_of_the_outputs(self):
-        class Nothing(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                ctx.set_materialize_grads(False)
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx, gradient):
-                return None
-
-        packed, x = [], torch.randn(1, TOKENS, WIDTH, requires_grad=True)
-        with Packed.hooks(packed):
-            y = LAST["linear"](layer(True, False), x)
-        (Nothing.apply(y).sum() + x.sum()).backward()
-        self.assertGreater(len(packed), 0)
-        self.assertEqual([found() for found in packed if found() is not None], [])
 
     def test_compiled_in_one_graph(self):
         last, x = layer(False, True), torch.randn(1, TOKENS, WIDTH).bfloat16()
@@ -246,8 +190,7 @@ class LastProductTest(InterpretedKernelsTest):
 
     # The op, and whether its layer is adapted and in float8.
     @parameterized.expand(
-        [("glu", True, False), ("glu", False, True), ("sigmoid", False, False), ("sigmoid", True, True)]
-        + [("linear", True, False), ("linear", True, True), ("norm", True, False), ("norm", False, True)]
+        [("glu", True, False), ("sigmoid", False, False), ("linear", True, True), ("norm", False, True)]
     )
     def test_ops(self, name, adapted, in_float8):
         last, op = layer(adapted, in_float8), LAST[name]
@@ -264,13 +207,12 @@ class LastProductTest(InterpretedKernelsTest):
         self.assertGreaterEqual(products.flops, adapted * NARROW + LARGE * (not in_float8))
         self.assertEqual(work_again(block, x)[0], adapted * NARROW)
 
-    @parameterized.expand([("plain", 0), ("lora", RANK)])
-    def test_experts(self, _, rank):
+    def test_experts(self):
         generator = torch.Generator().manual_seed(0)
         gate_up, down = (torch.randn(size, generator=generator).bfloat16() for size in ((3, 128, 64), (3, 64, 64)))
         adapters = [
-            Adapter(*(torch.randn(3, *size, generator=generator).requires_grad_() for size in sizes)) if rank else None
-            for sizes in (((rank, 64), (128, rank)), ((rank, 64), (64, rank)))
+            Adapter(*(torch.randn(3, *size, generator=generator).requires_grad_() for size in sizes))
+            for sizes in (((RANK, 64), (128, RANK)), ((RANK, 64), (64, RANK)))
         ]
         index, weights = torch.tensor([[0, 1], [1, 2], [2, 0]]), torch.full((3, 2), 0.5)
 
@@ -283,11 +225,3 @@ class LastProductTest(InterpretedKernelsTest):
         self.assertTrue(all(map(torch.equal, run(block, x), run(again(block), x))))
         _, launches = work_again(block, x)
         self.assertEqual(launches, {"_plan": 1, "_gate_up": 1})
-
-    def test_as_much_again_as_in_the_stock_mlp(self):
-        config = Qwen3_5TextConfig(hidden_size=16)
-        stock, ours = builtin.Qwen3_5MLP(config, 32), Qwen3_5MLP(config, 32)
-        x = torch.randn(1, TOKENS, 16)
-        expected, found = (work_again(block, x)[0] for block in (stock, ours))
-        self.assertEqual(found, expected)
-        self.assertEqual(found, 2 * TOKENS * 16 * 32 * 2)

@@ -122,12 +122,12 @@ class InterpretedTest(ScanTesterMixin, InterpretedKernelsTest):
     call, make_inputs = staticmethod(call), staticmethod(make_inputs)
     sizes, buffer_sizes = SIZES[1], SIZES[1:2]
 
-    @parameterized.expand([*((sizes, FLOAT32) for sizes in SIZES), (SIZES[1], BFLOAT16)])
-    def test_against_the_formula(self, sizes, dtype):
-        inputs = make_inputs(sum(LENGTHS), *sizes, dtype)
-        actual, expected = against_documents_alone(call, token_by_token, LENGTHS, inputs, "triton")
-        self.assertEqual([x.dtype for x in actual], [dtype] * 8)
-        self.assertLess(max(errors(actual, expected)), BARS[dtype], errors(actual, expected))
+    # What is tested with other sizes does not depend on the dtype.
+    @parameterized.expand([(SIZES[0],), (SIZES[2],)])
+    def test_against_the_formula(self, sizes):
+        inputs = make_inputs(18, *sizes)
+        actual, expected = against_documents_alone(call, token_by_token, (1, 17), inputs, "triton")
+        self.assertLess(max(errors(actual, expected)), BARS[FLOAT32], errors(actual, expected))
 
     def test_states_that_forget_at_once_and_states_that_never_do(self):
         """The gradient of a decay is a difference of sums, and exact also where it is small."""

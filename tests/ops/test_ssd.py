@@ -108,8 +108,8 @@ class InterpretedTest(ScanTesterMixin, InterpretedKernelsTest):
     sizes, buffer_sizes = SIZES[0], SIZES[1:2]
 
     @parameterized.expand(
-        [(sizes, (0.0, math.inf), FLOAT32) for sizes in SIZES]
-        + [(SIZES[1], (0.0, math.inf), BFLOAT16), (SIZES[0], (0.25, 1.0), FLOAT32)]
+        [(sizes, (0.0, math.inf), FLOAT32) for sizes in SIZES[1:]]
+        + [(SIZES[0], (0.0, math.inf), BFLOAT16), (SIZES[0], (0.25, 1.0), FLOAT32)]
     )
     def test_against_the_formula(self, sizes, limit, dtype):
         inputs = make_inputs(sum(LENGTHS), *sizes, dtype)
@@ -154,10 +154,7 @@ class MambaSsmTest(unittest.TestCase):
 
 
 class VerifyTest(unittest.TestCase):
-    @parameterized.expand(
-        [(128, 64, 1, 64), (128, 8, 1, 8), (8, 640, 1, 640), (128, 80, 8, 128), (6, 80, 2, 128), (1, 24, 1, 64)]
-        + [(3, 16, 3, 64), (2, 4, 1, 32)]
-    )
+    @parameterized.expand([(128, 64, 1, 64), (8, 640, 1, 640), (128, 80, 8, 128), (3, 16, 3, 64), (2, 4, 1, 32)])
     def test_any_size_of_heads(self, heads, dim, groups, expected):
         x, dt, B, C, A, D, _ = make_inputs(1, heads, dim, groups, 16)
         with mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True):
