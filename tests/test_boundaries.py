@@ -15,12 +15,8 @@ from transformers_packed.shared_prompts import SharedPrompts
 
 LENGTHS = [
     ("one_token", [1]),
-    ("one_document", [9]),
-    ("only_one_token_documents", [1, 1, 1]),
     ("short_and_long", [5, 1, 70, 7]),
     ("around_the_chunk", [63, 64, 65]),
-    ("around_the_chunk_descending", [65, 64, 63]),
-    ("equal", [4, 4, 4]),
     ("many", [1 + 7 * n % 131 for n in range(150)]),
 ]
 
@@ -62,32 +58,18 @@ class SequenceBoundariesTest(unittest.TestCase):
 
     @parameterized.expand(LENGTHS)
     def test_from_lengths(self, _, lengths):
-        for given in (
-            lengths,
-            tuple(lengths),
-            np.array(lengths),
-            np.array(lengths, dtype=np.int32),
-            torch.tensor(lengths),
-            torch.tensor(lengths, dtype=torch.int32),
-        ):
+        for given in (lengths, np.array(lengths, dtype=np.int32), torch.tensor(lengths)):
             with self.subTest(type=type(given), dtype=getattr(given, "dtype", None)):
                 self.assert_describes(SequenceBoundaries.from_lengths(given), lengths)
 
     @parameterized.expand(LENGTHS)
     def test_from_cu_seqlens(self, _, lengths):
         cu_seqlens = reference(lengths)[0]
-        for given in (
-            cu_seqlens,
-            np.array(cu_seqlens),
-            torch.tensor(cu_seqlens),
-            torch.tensor(cu_seqlens, dtype=torch.int32),
-        ):
+        for given in (cu_seqlens, np.array(cu_seqlens), torch.tensor(cu_seqlens, dtype=torch.int32)):
             with self.subTest(type=type(given), dtype=getattr(given, "dtype", None)):
                 self.assert_describes(SequenceBoundaries.from_cu_seqlens(given), lengths)
-                self.assert_describes(
-                    SequenceBoundaries.from_cu_seqlens(given, total_length=sum(lengths)),
-                    lengths,
-                )
+                with_length = SequenceBoundaries.from_cu_seqlens(given, total_length=sum(lengths))
+                self.assert_describes(with_length, lengths)
 
     @parameterized.expand(LENGTHS)
     def test_from_seq_idx(self, _, lengths):
@@ -117,19 +99,6 @@ class SequenceBoundariesTest(unittest.TestCase):
         boundaries = SequenceBoundaries.from_position_ids(torch.tensor([[0, 1, 5, 6, 6, 3]]))
         self.assertEqual(boundaries.lengths, [2, 2, 1, 1])
 
-    @parameterized.expand(LENGTHS)
-    def test_constructors_agree(self, _, lengths):
-        made = SequenceBoundaries.from_lengths(lengths)
-        for other in (
-            SequenceBoundaries.from_cu_seqlens(made.cu_seqlens),
-            SequenceBoundaries.from_cu_seqlens(made.cu_seqlens, cu_seqlens_cpu=made.cu_seqlens_cpu),
-            SequenceBoundaries.from_seq_idx(made.seq_idx),
-            SequenceBoundaries.from_position_ids(made.position_ids),
-            SequenceBoundaries.from_attention_mask(padding_masks(lengths)["left"]),
-        ):
-            self.assertTrue(made.same_as(other))
-            self.assertTrue(other.same_as(made))
-
     def test_same_as_tells_different_documents_apart(self):
         boundaries = SequenceBoundaries.from_lengths([2, 3])
         for lengths in ([3, 2], [5], [2, 3, 1], [2, 2, 1]):
@@ -152,10 +121,6 @@ class SequenceBoundariesTest(unittest.TestCase):
             self.assertIs(type(boundaries.max_length), int)
             self.assertIs(type(boundaries.total_length), int)
             self.assertIs(type(boundaries.lengths[0]), int)
-
-    def test_a_given_tensor_is_kept(self):
-        cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
-        self.assertIs(SequenceBoundaries.from_cu_seqlens(cu_seqlens).cu_seqlens, cu_seqlens)
 
     def test_immutable(self):
         boundaries = SequenceBoundaries.from_lengths([2, 3])
@@ -225,17 +190,8 @@ class SequenceBoundariesTest(unittest.TestCase):
     def test_kernel_kwargs(self):
         boundaries = SequenceBoundaries.from_lengths([2, 3])
         kwargs = boundaries.kernel_kwargs()
-        self.assertEqual(
-            set(kwargs),
-            {
-                "cu_seqlens",
-                "seq_idx",
-                "cu_seq_lens_q",
-                "cu_seq_lens_k",
-                "max_length_q",
-                "max_length_k",
-            },
-        )
+        names = {"cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+        self.assertEqual(set(kwargs), names)
         self.assertIs(kwargs["seq_idx"], boundaries.seq_idx)
         for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"):
             self.assertIs(kwargs[name], boundaries.cu_seqlens)
@@ -293,11 +249,6 @@ class PackUnpackTest(unittest.TestCase):
                 self.assertTrue(torch.equal(packed[0], padded[mask.bool()]))
                 self.assertTrue(torch.equal(boundaries.unpack(packed, mask, padding_value=-7.0), padded))
 
-    def test_pack_takes_rows_wider_than_the_longest_document(self):
-        boundaries = SequenceBoundaries.from_lengths([1, 2])
-        padded = torch.tensor([[1, 9, 9, 9], [2, 3, 9, 9]])
-        self.assertEqual(boundaries.pack(padded).tolist(), [[1, 2, 3]])
-
     def test_dtype_is_kept(self):
         boundaries = SequenceBoundaries.from_lengths([1, 2])
         for dtype in (torch.int64, torch.bfloat16, torch.bool):
@@ -329,248 +280,53 @@ def ids(*rows):
 make = SequenceBoundaries
 two = SequenceBoundaries.from_lengths([1, 3])
 
-# Name, function, and parts of the message: expected, got, fix.
+# A call, and what its error expected and got.
 BAD_INPUTS = [
+    (lambda: make.from_cu_seqlens(ids(1, 3, 5)), "starts at 0.*, got .*1"),
+    (lambda: make.from_cu_seqlens(ids(0, 3, 5), total_length=6), "ends at the row's 6 tokens.*, got .*5"),
+    (lambda: make.from_cu_seqlens(ids(0, 3, 3, 5)), "strictly increasing.*, got .*3 followed by 3 at document 1"),
+    (lambda: make.from_cu_seqlens(ids(0.0, 3.0)), r"int32 or int64.*, got .*torch.float32 \(2,\)"),
+    (lambda: make.from_cu_seqlens(ids([0, 3])), r"\[N\+1\].*, got .*torch.int64 \(1, 2\)"),
+    (lambda: make.from_cu_seqlens(ids(0, 2**31)), r"at most 2\*\*31 - 1 tokens.*, got .*2147483648"),
+    (lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0, 5)), r"shape \(3,\).*, got .*\(2,\)"),
     (
-        "cu_seqlens_start",
-        lambda: make.from_cu_seqlens(ids(1, 3, 5)),
-        ("starts at 0", "1", r"\[0, n_1"),
-    ),
-    (
-        "cu_seqlens_end",
-        lambda: make.from_cu_seqlens(ids(0, 3, 5), total_length=6),
-        ("ends at the row's 6 tokens", "5", "dispatch_batches=False.*DataParallel"),
-    ),
-    (
-        "cu_seqlens_beyond_the_end",
-        lambda: make.from_cu_seqlens(ids(0, 3, 7), total_length=6),
-        ("ends at the row's 6 tokens", "7", "dispatch_batches=False.*DataParallel"),
-    ),
-    (
-        "cu_seqlens_equal",
-        lambda: make.from_cu_seqlens(ids(0, 3, 3, 5)),
-        ("strictly increasing", "3 followed by 3 at document 1", r"\[0, n_1"),
-    ),
-    (
-        "cu_seqlens_decreasing",
-        lambda: make.from_cu_seqlens(ids(0, 3, 2)),
-        ("strictly increasing", "3 followed by 2 at document 1", r"\[0, n_1"),
-    ),
-    (
-        "cu_seqlens_float",
-        lambda: make.from_cu_seqlens(ids(0.0, 3.0)),
-        ("int32 or int64", r"torch.float32 \(2,\)", "dispatch_batches=False"),
-    ),
-    (
-        "cu_seqlens_two_dimensional",
-        lambda: make.from_cu_seqlens(ids([0, 3])),
-        (r"\[N\+1\]", r"torch.int64 \(1, 2\)", "dispatch_batches=False"),
-    ),
-    (
-        "cu_seqlens_one_element",
-        lambda: make.from_cu_seqlens(ids(0)),
-        ("N >= 1", r"torch.int64 \(1,\)", "dispatch_batches=False"),
-    ),
-    (
-        "cu_seqlens_scalar",
-        lambda: make.from_cu_seqlens(torch.tensor(5)),
-        (r"\[N\+1\]", r"torch.int64 \(\)", "dispatch_batches=False"),
-    ),
-    (
-        "cu_seqlens_too_long_for_int32",
-        lambda: make.from_cu_seqlens(ids(0, 2**31)),
-        (r"at most 2\*\*31 - 1 tokens", "2147483648", "Split the row"),
-    ),
-    (
-        "host_copy_of_other_shape",
-        lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0, 5)),
-        (r"shape \(3,\)", r"\(2,\)", "host copy"),
-    ),
-    (
-        "host_copy_on_a_device",
         lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0, 3, 5).to("meta")),
-        ("on the CPU", "on meta", "host copy"),
+        "on the CPU.*, got .*on meta",
     ),
+    (lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0, 2, 5)), r"\[0, 3, 5\].*, got .*\[0, 2, 5\]"),
+    (lambda: make.from_lengths([3, 0]), "at least 1.*, got .*0 at document 1"),
+    (lambda: make.from_lengths([3.0, 2.0]), "int32 or int64.*, got .*float32"),
+    (lambda: make.from_lengths([]), r"N >= 1.*, got .*\(0,\)"),
+    (lambda: make.from_seq_idx(ids([0, 1, 0])), "never decreases.*, got .*0 at token 2 after 1"),
+    (lambda: make.from_seq_idx(ids([-1, 0])), "never negative.*, got .*-1 at token 0"),
+    (lambda: make.from_seq_idx(ids([0, 1], [0, 1])), "batch size 1.*, got .*2 rows"),
+    (lambda: make.from_seq_idx(ids(0, 1)), r"\[1, T\].*, got .*torch.int64 \(2,\)"),
+    (lambda: make.from_seq_idx(ids([0.0, 1.0])), "int32 or int64.*, got .*float32"),
+    (lambda: make.from_position_ids(ids([0, 1], [0, 1])), "batch size 1.*, got .*2 rows"),
     (
-        "host_copy_that_disagrees",
-        lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0, 2, 5)),
-        (r"\[0, 3, 5\]", r"\[0, 2, 5\]", "host copy"),
-    ),
-    (
-        "host_copy_of_floats",
-        lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0.0, 3.0, 5.0)),
-        ("cu_seqlens_cpu as an int32 or int64", "float32", "Convert"),
-    ),
-    (
-        "lengths_zero",
-        lambda: make.from_lengths([3, 0]),
-        ("at least 1", "0 at document 1", "Leave empty documents out"),
-    ),
-    (
-        "lengths_negative",
-        lambda: make.from_lengths([3, 2, -1]),
-        ("at least 1", "-1 at document 2", "Leave empty documents out"),
-    ),
-    (
-        "lengths_float",
-        lambda: make.from_lengths([3.0, 2.0]),
-        ("int32 or int64", "float32", "Convert"),
-    ),
-    ("lengths_empty", lambda: make.from_lengths([]), ("N >= 1", r"\(0,\)", "Convert")),
-    (
-        "lengths_two_dimensional",
-        lambda: make.from_lengths([[3, 2]]),
-        (r"\[N\]", r"\(1, 2\)", "Convert"),
-    ),
-    (
-        "seq_idx_goes_back",
-        lambda: make.from_seq_idx(ids([0, 1, 0])),
-        ("never decreases", "0 at token 2 after 1", "Number the documents"),
-    ),
-    (
-        "seq_idx_negative",
-        lambda: make.from_seq_idx(ids([-1, 0])),
-        ("never negative", "-1 at token 0", "Number the documents"),
-    ),
-    (
-        "seq_idx_two_rows",
-        lambda: make.from_seq_idx(ids([0, 1], [0, 1])),
-        ("batch size 1", "2 rows", "DataCollatorWithFlattening"),
-    ),
-    (
-        "seq_idx_one_dimensional",
-        lambda: make.from_seq_idx(ids(0, 1)),
-        (r"\[1, T\]", r"torch.int64 \(2,\)", "Convert"),
-    ),
-    (
-        "seq_idx_float",
-        lambda: make.from_seq_idx(ids([0.0, 1.0])),
-        ("int32 or int64", "float32", "Convert"),
-    ),
-    (
-        "seq_idx_empty",
-        lambda: make.from_seq_idx(torch.zeros(1, 0, dtype=torch.int64)),
-        ("T >= 1", r"\(1, 0\)", "Convert"),
-    ),
-    (
-        "seq_idx_list",
-        lambda: make.from_seq_idx([[0, 1]]),
-        ("tensor", "list", "Convert"),
-    ),
-    (
-        "position_ids_two_rows",
-        lambda: make.from_position_ids(ids([0, 1], [0, 1])),
-        ("batch size 1", "2 rows", "DataCollatorWithFlattening"),
-    ),
-    (
-        "position_ids_three_row_form",
         lambda: make.from_position_ids(ids([[0, 1, 1, 0]], [[0, 1, 2, 0]], [[0, 1, 1, 0]])),
-        ("cu_seq_lens_q or seq_idx", "position_ids of images that restart", "Pass"),
+        "cu_seq_lens_q or seq_idx.*, got .*position_ids of images that restart",
     ),
+    (lambda: make.from_position_ids(torch.zeros(1, 1, 1, 2, dtype=torch.int64)), r"\[1, T\].*, got .*\(1, 1, 1, 2\)"),
+    (lambda: make.from_attention_mask(ids(1, 1)), r"\[B, L\].*, got .*\(2,\)"),
+    (lambda: make.from_attention_mask(ids([1, 2], [1, 0])), "0 and 1.*, got .*0 to 2"),
     (
-        "position_ids_four_dimensional",
-        lambda: make.from_position_ids(torch.zeros(1, 1, 1, 2, dtype=torch.int64)),
-        (r"\[1, T\]", r"\(1, 1, 1, 2\)", "cu_seqlens or seq_idx"),
-    ),
-    (
-        "position_ids_float",
-        lambda: make.from_position_ids(ids([0.0, 1.0])),
-        ("int32 or int64", "float32", "Convert"),
-    ),
-    (
-        "position_ids_list",
-        lambda: make.from_position_ids([[0, 1]]),
-        ("tensor", "list", "cu_seqlens or seq_idx"),
-    ),
-    (
-        "mask_one_dimensional",
-        lambda: make.from_attention_mask(ids(1, 1)),
-        (r"\[B, L\]", r"\(2,\)", "2-D padding mask"),
-    ),
-    (
-        "mask_list",
-        lambda: make.from_attention_mask([[1, 1]]),
-        ("tensor", "list", "2-D padding mask"),
-    ),
-    (
-        "mask_of_other_values",
-        lambda: make.from_attention_mask(ids([1, 2], [1, 0])),
-        ("0 and 1", "0 to 2", "Mark real tokens with 1"),
-    ),
-    (
-        "mask_with_an_empty_row",
         lambda: make.from_attention_mask(ids([1, 1], [0, 0])),
-        ("one real token in each row", "only padding in row 1", "Drop that row"),
+        "one real token in each row.*, got .*only padding in row 1",
     ),
-    (
-        "pack_other_number_of_documents",
-        lambda: two.pack(torch.zeros(3, 3)),
-        ("N = 2 documents", r"shape \(3, 3\)", "one row per document"),
-    ),
-    (
-        "pack_one_dimensional",
-        lambda: two.pack(torch.zeros(2)),
-        (r"\[N, L, ...\]", r"shape \(2,\)", "one row per document"),
-    ),
-    (
-        "pack_rows_too_short",
-        lambda: two.pack(torch.zeros(2, 2)),
-        ("at least 3 tokens", "2", "Pad the rows"),
-    ),
-    (
-        "pack_mask_of_other_counts",
-        lambda: two.pack(torch.zeros(2, 3), ids([1, 1, 0], [1, 1, 0])),
-        (r"\[1, 3\] real tokens", r"\[2, 2\]", "that these boundaries were built from"),
-    ),
-    (
-        # With correct counts but another width, tokens would be read from the wrong places.
-        "pack_mask_of_other_width",
-        lambda: two.pack(torch.zeros(2, 5), ids([1, 0, 0, 0], [1, 1, 1, 0])),
-        (r"shape \[2, 5\]", r"\[2, 4\]", ""),
-    ),
-    (
-        "unpack_other_length",
-        lambda: two.unpack(torch.zeros(1, 5)),
-        ("T = 4", r"shape \(1, 5\)", "row that these boundaries describe"),
-    ),
-    (
-        "unpack_two_rows",
-        lambda: two.unpack(torch.zeros(2, 4)),
-        (r"\[1, T, ...\]", r"shape \(2, 4\)", "row that these boundaries describe"),
-    ),
-    (
-        "unpack_mask_of_other_counts",
-        lambda: two.unpack(torch.zeros(1, 4), ids([1, 1, 0], [1, 1, 0])),
-        (r"\[1, 3\] real tokens", r"\[2, 2\]", "that these boundaries were built from"),
-    ),
-    (
-        "unpack_mask_with_more_rows",
-        lambda: two.unpack(torch.zeros(1, 4), ids([1, 0, 0], [1, 1, 1], [0, 0, 0])),
-        (r"shape \[2, 3\]", r"\[3, 3\]", ""),
-    ),
-    (
-        "unpack_mask_one_dimensional",
-        lambda: two.unpack(torch.zeros(1, 4), torch.ones(4)),
-        (r"\[B, L\]", r"\(4,\)", "2-D padding mask"),
-    ),
-    (
-        "unpack_mask_of_other_values",
-        lambda: two.unpack(torch.zeros(1, 4), ids([2, 0, 0], [1, 1, 1])),
-        ("0 and 1", "0 to 2", "Mark real tokens with 1"),
-    ),
+    (lambda: two.pack(torch.zeros(3, 3)), r"N = 2 documents.*, got .*shape \(3, 3\)"),
+    (lambda: two.pack(torch.zeros(2, 2)), "at least 3 tokens.*, got .*2"),
+    (lambda: two.pack(torch.zeros(2, 3), ids([1, 1, 0], [1, 1, 0])), r"\[1, 3\] real tokens.*, got .*\[2, 2\]"),
+    (lambda: two.pack(torch.zeros(2, 5), ids([1, 0, 0, 0], [1, 1, 1, 0])), r"shape \[2, 5\].*, got .*\[2, 4\]"),
+    (lambda: two.unpack(torch.zeros(1, 5)), r"T = 4.*, got .*shape \(1, 5\)"),
+    (lambda: two.unpack(torch.zeros(2, 4)), r"\[1, T, ...\].*, got .*shape \(2, 4\)"),
+    (lambda: two.unpack(torch.zeros(1, 4), ids([1, 1, 0], [1, 1, 0])), r"\[1, 3\] real tokens.*, got .*\[2, 2\]"),
 ]
 
 
 class BadInputTest(unittest.TestCase):
     @parameterized.expand(BAD_INPUTS)
-    def test_message(self, _, function, parts):
-        expected, got, fix = parts
-        pattern = rf"^expected .*{expected}.*, got .*{got}.*\..*{fix}"
-        with self.assertRaisesRegex(ValueError, pattern):
+    def test_message(self, function, message):
+        """It ends with what to do."""
+        with self.assertRaisesRegex(ValueError, rf"^expected .*{message}.*\. [A-Z]"):
             function()
-
-    def test_a_long_list_is_shortened(self):
-        boundaries = SequenceBoundaries.from_lengths([1] * 100)
-        with self.assertRaisesRegex(ValueError, r"\[1, 1, 1, 1, 1, 1, 1, 1, \.\.\.\] \(100 values\)") as caught:
-            boundaries.pack(torch.zeros(100, 2), torch.ones(100, 2))
-        self.assertLess(len(str(caught.exception)), 300)

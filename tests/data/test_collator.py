@@ -10,7 +10,6 @@ import torch
 from common.releases import RELEASE
 from packaging.version import Version
 from parameterized import parameterized
-from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening as BuiltinDataCollatorWithFlattening
 
 import transformers_packed
@@ -72,21 +71,8 @@ class SameAsBuiltinTest(unittest.TestCase):
                     BuiltinDataCollatorWithFlattening(**arguments, return_tensors=return_tensors)(features),
                 )
 
-    @parameterized.expand(KINDS)
-    def test_arguments_of_the_call(self, kind):
-        features = make_features(kind)
-        for arguments in ({"return_tensors": "np"}, {"separator_id": 3}, {"return_tensors": "np", "separator_id": 3}):
-            self.assert_same_batch(
-                DataCollatorWithFlattening()(features, **arguments),
-                BuiltinDataCollatorWithFlattening()(features, **arguments),
-            )
-
     def test_other_columns_are_left_out(self):
         features = [{"input_ids": [1, 2], "text": "ab", "id": 3, "spans": [[0, 1], [2]], "meta": {"a": 1, "b": 2}}]
-        self.assert_same_batch(DataCollatorWithFlattening()(features), BuiltinDataCollatorWithFlattening()(features))
-
-    def test_one_sample(self):
-        features = make_features(lengths=[1])
         self.assert_same_batch(DataCollatorWithFlattening()(features), BuiltinDataCollatorWithFlattening()(features))
 
     @parameterized.expand(itertools.product(KINDS, (True, False), ("pt", "np")))
@@ -101,14 +87,6 @@ class SameAsBuiltinTest(unittest.TestCase):
             masked = [{**f, "attention_mask": [1] * len(f["input_ids"])} for f in features]
             masked.append({**make_features(kind, labels)[0], "attention_mask": [0, 0, 0]})
             self.assert_same_batch(DataCollatorWithFlattening(**arguments)(masked), ours)
-
-    def test_columns_of_samples_without_tokens_are_left_out(self):
-        empty = {"input_ids": [], "weight": [], "pixel_values": torch.zeros(4, 2), "image_grid_thw": torch.ones(1, 3)}
-        sample = {"input_ids": [1, 2], "weight": [3, 4]}
-        collator = DataCollatorWithFlattening(token_columns=["weight"], return_boundaries=True, return_cu_seqlens=True)
-        ours, want = collator([empty, sample, {"input_ids": []}]), collator([sample])
-        self.assertEqual(ours.keys(), want.keys())
-        self.assertEqual((ours["boundaries"].lengths, ours["weight"].tolist()), ([2], [[3, 4]]))
 
     def test_is_a_builtin_collator(self):
         # Trainers check for the class.
@@ -213,7 +191,7 @@ class AttentionMaskTest(unittest.TestCase):
         ("nothing_masked", [1, 1, 1, 1, 1], [0, 1, 2, 3, 4]),
     ]
 
-    @parameterized.expand([(*mask, kind) for mask in MASKS for kind in KINDS])
+    @parameterized.expand([(*mask, kind) for mask, kind in zip(MASKS, (*KINDS, "lists"), strict=True)])
     def test_masked_tokens_leave_all_columns(self, _, mask, kept, kind):
         make = KINDS[kind]
         tokens, labels, weights = [10, 11, 12, 13, 14], [20, 21, 22, 23, 24], [0, 1, 2, 3, 4]
@@ -243,15 +221,6 @@ class AttentionMaskTest(unittest.TestCase):
         with mock.patch.object(samples_module.logger, "warning_once") as warned:
             DataCollatorWithFlattening()([{"input_ids": [1, 2], "attention_mask": [1, 0], "labels": labels}])
         self.assertEqual(warned.call_count, warnings)
-
-    @parameterized.expand([("left", [0, 0, 1, 1, 1], [1, 1, 0, 1, 2]), ("right", [1, 1, 1, 0, 0], [0, 1, 2, 0, 0])])
-    def test_position_ids_of_padding(self, _, mask, position_ids):
-        sample = {"input_ids": [1, 2, 3, 4, 5], "attention_mask": mask, "position_ids": position_ids}
-        self.assertEqual(DataCollatorWithFlattening()([sample])["position_ids"].tolist(), [[0, 1, 2]])
-
-    def test_a_mask_of_tensors(self):
-        sample = {"input_ids": [1, 2, 3], "attention_mask": [torch.tensor(1), torch.tensor(1), torch.tensor(0)]}
-        self.assertEqual(DataCollatorWithFlattening()([sample])["input_ids"].tolist(), [[1, 2]])
 
     def test_bool_mask_and_labels_from_tokens(self):
         features = [{"input_ids": [1, 2, 3], "attention_mask": torch.tensor([False, True, True])}]
@@ -289,15 +258,6 @@ class TokenColumnsTest(unittest.TestCase):
             self.assertEqual(str(batch[name].dtype).removeprefix("torch."), dtype)
             self.assertIs(type(batch[name]), type(batch["input_ids"]))
 
-    def test_tensors_and_arrays(self):
-        features = [
-            {"input_ids": [1, 2], "weight": torch.tensor([0.5, 1.0], dtype=torch.bfloat16)},
-            {"input_ids": [3], "weight": np.array([2.0])},
-        ]
-        batch = DataCollatorWithFlattening(token_columns=["weight"])(features)
-        self.assertEqual(batch["weight"].tolist(), [[0.5, 1.0, 2.0]])
-        self.assertEqual(batch["weight"].dtype, torch.float32)
-
 
 class ScalarLabelsTest(unittest.TestCase):
     @parameterized.expand(
@@ -317,139 +277,57 @@ class ScalarLabelsTest(unittest.TestCase):
             self.assertEqual(str(batch["labels"].dtype).removeprefix("torch."), dtype)
             self.assertEqual(batch["input_ids"].tolist(), [[1, 2, 3, 4]])
 
-    def test_a_sample_of_one_token_has_per_token_labels(self):
-        batch = DataCollatorWithFlattening()([{"input_ids": [1], "labels": [3]}])
-        self.assertEqual(batch["labels"].tolist(), [[-100]])
-
-    @parameterized.expand([("pt",), ("np",)])
-    def test_padding_has_a_label_of_its_own(self, return_tensors):
-        collator = DataCollatorWithFlattening(
-            pad_to_multiple_of=3, pad_token_id=0, return_cu_seqlens=True, return_tensors=return_tensors
-        )
-        batch = collator([{"input_ids": [1, 2, 3], "labels": 2}, {"input_ids": [4], "labels": 1}])
-        self.assertEqual(batch["labels"].tolist(), [2, 1, -100])
-        self.assertEqual(batch["cu_seqlens"].tolist(), [0, 3, 4, 6])
-        self.assertEqual(batch["input_ids"].tolist(), [[1, 2, 3, 4, 0, 0]])
-        fits = collator([{"input_ids": [1, 2, 3], "labels": 2}])
-        self.assertEqual(fits["labels"].tolist(), [2])
-
 
 def collate(features, **arguments):
     return lambda: DataCollatorWithFlattening(**arguments)(features)
 
 
-# Name, function, and parts of the message: expected, got, fix.
+# A call, and what its error expected and got.
 BAD_INPUTS = [
-    ("empty_batch", collate([]), ("at least one sample", "an empty batch", "")),
+    (collate([]), "at least one sample.*, got .*an empty batch"),
+    (collate([{"input_ids": []}, {"input_ids": []}]), "a sample with tokens in the batch.*, got .*2 without any"),
     (
-        "empty_samples",
-        collate([{"input_ids": []}, {"input_ids": []}]),
-        ("a sample with tokens in the batch", "2 without any", "Remove such samples"),
-    ),
-    (
-        "all_masked_out",
         collate([{"input_ids": [1, 2], "attention_mask": [0, 0]}]),
-        ("a sample with tokens in the batch", "1 without any .*only masked tokens", "Remove such samples"),
+        "a sample with tokens in the batch.*, got .*1 without any .*only masked tokens",
     ),
     (
-        "empty_sample_with_a_label",
         collate([{"input_ids": [1], "labels": 1}, {"input_ids": [], "labels": 0}]),
-        ("at least one token in sample 1, which has a label of its own", "none", "Remove such samples"),
+        "at least one token in sample 1, which has a label of its own.*, got .*none",
     ),
+    (collate([{"input_ids": torch.tensor([[1, 2]])}]), r"input_ids \[tokens\] in sample 0.*, got .*nested"),
     (
-        "masked_sample_with_a_label",
-        collate([{"input_ids": [1], "attention_mask": [0], "labels": torch.tensor(0)}]),
-        ("at least one token in sample 0, which has a label of its own", "none", "Remove such samples"),
-    ),
-    (
-        "labels_of_an_empty_sample",
-        collate([{"input_ids": [1], "labels": [1]}, {"input_ids": [], "labels": [1]}]),
-        ("labels with the length of input_ids, 0, in sample 1", "1", ""),
-    ),
-    (
-        "nested_input_ids",
-        collate([{"input_ids": torch.tensor([[1, 2]])}]),
-        (r"input_ids \[tokens\] in sample 0", "nested", r"input_ids\[0\]"),
-    ),
-    (
-        "labels_of_another_length",
         collate([{"input_ids": [1, 2], "labels": [1]}]),
-        ("labels with the length of input_ids, 2, in sample 0", "1", ""),
+        "labels with the length of input_ids, 2, in sample 0.*, got .*1",
     ),
     (
-        "attention_mask_of_another_length",
-        collate([{"input_ids": [1, 2], "attention_mask": [1, 1, 1]}]),
-        ("attention_mask with the length of input_ids, 2", "3", ""),
-    ),
-    (
-        "token_column_of_another_length",
-        collate([{"input_ids": [1], "weight": [1]}, {"input_ids": [1, 2], "weight": [1]}], token_columns=["weight"]),
-        ("weight with the length of input_ids, 2, in sample 1", "1", ""),
-    ),
-    (
-        "labels_in_some_samples",
         collate([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}]),
-        ("labels in all samples or in none", "labels in some", "Add or drop"),
+        "labels in all samples or in none.*, got .*labels in some",
     ),
     (
-        "mixed_labels",
         collate([{"input_ids": [1], "labels": 1}, {"input_ids": [1], "labels": [1]}]),
-        ("one label per token in all samples, or one number per sample", "both", ""),
+        "one label per token in all samples, or one number per sample.*, got .*both",
     ),
     (
-        "missing_token_column",
         collate([{"input_ids": [1], "weight": [1]}, {"input_ids": [1]}], token_columns=["weight"]),
-        ("the token column 'weight' in every sample", "none in sample 1", "token_columns"),
+        "the token column 'weight' in every sample.*, got .*none in sample 1",
     ),
     (
-        "float_labels_with_padding",
         collate([{"input_ids": [1], "labels": 0.5}], pad_to_multiple_of=2, pad_token_id=0),
-        ("integer labels", "floating-point", "Remove pad_to_multiple_of"),
+        "integer labels.*, got .*floating-point",
     ),
+    (lambda: DataCollatorWithFlattening(pad_to_multiple_of=8), "pad_token_id with pad_to_multiple_of.*, got .*none"),
+    (lambda: DataCollatorWithFlattening(pad_to_multiple_of=0, pad_token_id=0), "at least 1.*, got .*0"),
     (
-        "no_pad_token_id",
-        lambda: DataCollatorWithFlattening(pad_to_multiple_of=8),
-        ("pad_token_id with pad_to_multiple_of", "none", "tokenizer.pad_token_id"),
-    ),
-    (
-        "multiple_of_zero",
-        lambda: DataCollatorWithFlattening(pad_to_multiple_of=0, pad_token_id=0),
-        ("at least 1", "0", "Change"),
-    ),
-    (
-        "several_documents",
         lambda: DataCollatorWithFlattening()([{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}]),
-        ("position_ids of one document in sample 0", "0 after 1", "seq_lengths"),
-    ),
-    (
-        "numbered_documents",
-        lambda: DataCollatorWithFlattening()([{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 2]}]),
-        ("attention_mask of 0 and 1 in sample 0", "2", "seq_lengths"),
-    ),
-    (
-        "batch_dimension",
-        lambda: DataCollatorWithFlattening()([{"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}]),
-        ("input_ids .tokens. in sample 0", "nested input_ids", "Remove the batch dimension"),
-    ),
-    (
-        "missing_position",
-        lambda: DataCollatorWithFlattening()([{"input_ids": [1, 2], "position_ids": [0, None]}]),
-        ("position_ids without missing values in sample 0", "None at token 1", "Remove"),
-    ),
-    (
-        "negative_multiple",
-        lambda: DataCollatorWithFlattening(pad_to_multiple_of=-8, pad_token_id=0),
-        ("at least 1", "-8", "Change"),
+        "position_ids of one document in sample 0.*, got .*0 after 1",
     ),
 ]
 
 
 class BadInputTest(unittest.TestCase):
     @parameterized.expand(BAD_INPUTS)
-    def test_message(self, _, function, parts):
-        expected, got, fix = parts
-        pattern = rf"^expected .*{expected}.*, got .*{got}.*\.{fix and f' .*{fix}'}"
-        with self.assertRaisesRegex(ValueError, pattern):
+    def test_message(self, function, message):
+        with self.assertRaisesRegex(ValueError, rf"^expected .*{message}.*\."):
             function()
 
     @parameterized.expand(
@@ -472,17 +350,10 @@ class BadInputTest(unittest.TestCase):
                 with self.subTest(value=value, first=first), self.assertRaisesRegex(ValueError, pattern):
                     collator([bad[:1], *bad[1:]])
 
-    def test_unknown_tensor_type(self):
-        with self.assertRaisesRegex(ValueError, "return_tensors must be one of"):
-            DataCollatorWithFlattening(return_tensors="tf")([{"input_ids": [1]}])
-
 
 class DataCollatorWithFlatteningTest(unittest.TestCase):
-    @parameterized.expand(KINDS)
-    def test_left_out_columns_are_named_once(self, kind):
-        make = KINDS[kind]
-        # The warning appears once per text, so each kind has its own name.
-        name = f"reward_{kind}"
+    def test_left_out_columns_are_named_once(self):
+        make, name = np.array, "reward"
         features = [
             {
                 "input_ids": make([1, 2, 3]),
@@ -506,8 +377,7 @@ class DataCollatorWithFlatteningTest(unittest.TestCase):
             collator(features)
             DataCollatorWithFlattening(token_columns=[name])(features)
 
-    @parameterized.expand(KINDS)
-    def test_features_are_not_modified(self, kind):
+    def test_features_are_not_modified(self, kind="tensors"):
         features = make_features(kind)
         for feature in features:
             feature["attention_mask"] = KINDS[kind]([0] + [1] * (len(feature["input_ids"]) - 1))
@@ -521,14 +391,3 @@ class DataCollatorWithFlatteningTest(unittest.TestCase):
         self.assertEqual([as_lists(feature) for feature in features], [as_lists(feature) for feature in before])
         self.assertEqual([list(feature) for feature in features], [list(feature) for feature in before])
         self.assertEqual(as_lists(collator(features)), as_lists(first))
-
-    def test_as_collate_fn(self):
-        lengths = [3, 1, 5, 2, 4]
-        collator = DataCollatorWithFlattening(return_cu_seqlens=True, pad_to_multiple_of=4, pad_token_id=0)
-        # Workers receive a pickled collator.
-        collator = pickle.loads(pickle.dumps(collator))
-        loader = DataLoader(make_features("tensors", lengths=lengths), batch_size=2, collate_fn=collator)
-        batches = list(loader)
-        self.assertEqual([batch["cu_seqlens"].tolist() for batch in batches], [[0, 3, 4], [0, 5, 7, 8], [0, 4]])
-        tokens = [token for batch in batches for token in batch["input_ids"].flatten().tolist() if token]
-        self.assertEqual(tokens, list(range(10, 10 + sum(lengths))))

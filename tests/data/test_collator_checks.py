@@ -49,13 +49,6 @@ def prompt_learning(model, method: str) -> peft.PeftModel:
         "prompt_tuning": lambda: peft.PromptTuningConfig(**options),
         "p_tuning": lambda: peft.PromptEncoderConfig(**options, encoder_hidden_size=8),
         "prefix_tuning": lambda: peft.PrefixTuningConfig(**options),
-        "multitask": lambda: peft.MultitaskPromptTuningConfig(**options, num_tasks=2),
-        "cpt": lambda: peft.CPTConfig(
-            task_type="CAUSAL_LM",
-            cpt_token_ids=[3, 4, 5],
-            cpt_mask=[1, 1, 1],
-            cpt_tokens_type_mask=[1, 2, 4],
-        ),
     }[method]()
     return peft.get_peft_model(model, config)
 
@@ -141,7 +134,7 @@ class BuiltWithModelTest(unittest.TestCase):
             "LlamaForCausalLM keeps documents apart with its attention mask, but with a cache", warning.call_args[0][0]
         )
 
-    @parameterized.expand(["prompt_tuning", "p_tuning", "prefix_tuning", "multitask", "cpt"])
+    @parameterized.expand(["prompt_tuning", "p_tuning", "prefix_tuning"])
     def test_prompt_learning(self, method):
         for model in (build("llama"), patch_model(build())):
             if method == "prefix_tuning" and model.config.model_type != "llama":

@@ -12,7 +12,6 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from datasets import Dataset, concatenate_datasets
 from parameterized import parameterized
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
 
 import transformers_packed as packed
 from transformers_packed import PackingDataset, pack_dataset, plan_packing
@@ -115,24 +114,6 @@ class PackingDatasetTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "empty batch"):
             collator([[]])
 
-    def test_as_twinkle_documents_it(self):
-        """Positions restart in every document of a batch."""
-        from scripts.trainer_arms import CONFIGS
-
-        samples = [{"input_ids": [1 + i % 60] * n} for i, n in enumerate(LENGTHS)]
-        dataset = PackingDataset(dataset=samples, max_length=8192)
-        with packed.registered():
-            model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()).eval()
-        received = []
-        model.register_forward_pre_hook(lambda module, args, kwargs: received.append(kwargs), with_kwargs=True)
-        for batch in DataLoader(dataset, batch_size=1, collate_fn=DataCollatorWithFlattening()):
-            with torch.no_grad():
-                model(**batch)
-        positions = list(itertools.chain(*(kwargs["position_ids"][0].tolist() for kwargs in received)))
-        lengths = [len(sample["input_ids"]) for row in dataset for sample in row]
-        self.assertEqual(positions, list(itertools.chain(*map(range, lengths))))
-        self.assertEqual(sorted(lengths), sorted(LENGTHS))
-
     # ---- lengths ----
     def test_lengths_come_from_the_table_without_decoding(self):
         samples = samples_of(LENGTHS)
@@ -147,12 +128,6 @@ class PackingDatasetTest(unittest.TestCase):
             self.assertIsNotNone(picked._indices)
             with mock.patch.object(Dataset, "__getitems__", side_effect=AssertionError("decoded")):
                 self.assertEqual(sample_lengths(picked).tolist(), [LENGTHS[i] for i in order if i != 7])
-
-    def test_lengths_of_a_transformed_dataset_are_those_of_its_samples(self):
-        dataset = Dataset.from_list(samples_of(LENGTHS))
-        dataset.set_transform(lambda batch: {"input_ids": [ids * 2 for ids in batch["input_ids"]]})
-        self.assertEqual(sample_lengths(dataset).tolist(), [2 * n for n in LENGTHS])
-        self.assertEqual(sample_lengths(dataset, num_proc=2).tolist(), [2 * n for n in LENGTHS])
 
     def test_length_column(self):
         samples = [{**sample, "n": len(sample["input_ids"])} for sample in samples_of(LENGTHS)]
@@ -193,16 +168,6 @@ class PackingDatasetTest(unittest.TestCase):
         self.check_refused([5, 40, 30], named.format(32, 40), overlong="truncate", truncation_side="left")
         # A sample shorter than planned, with a part of the right length by coincidence.
         self.check_refused([5, 50, 38], "sample 2 to have .* got a sample of 30 tokens", overlong="split")
-
-    def test_missing_tokens_are_named(self):
-        samples = samples_of([5, 3, 8])
-        samples[1]["input_ids"] = None
-        for dataset in (samples, Dataset.from_list(samples)):
-            with self.assertRaisesRegex(ValueError, "input_ids without missing values in sample 1, got None"):
-                PackingDataset(dataset, MAX_LENGTH)
-        rows = PackingDataset(samples, MAX_LENGTH, plan=plan_packing([5, 3, 8], MAX_LENGTH))
-        with self.assertRaisesRegex(ValueError, "input_ids without missing values in sample 1, got None"):
-            rows[0]
 
     # ---- plans ----
     def test_a_plan_that_does_not_fit_is_refused(self):
@@ -248,19 +213,7 @@ class PackingDatasetTest(unittest.TestCase):
                 with self.assertRaisesRegex(AssertionError, "planned"):
                     PackingDataset(stored.select(range(199, -1, -1)), MAX_LENGTH, cache=True)
 
-    # ---- epochs ----
-    def test_epochs_differ_and_repeat(self):
-        rows = PackingDataset(samples_of(LENGTHS), MAX_LENGTH, world_size=2)
-        orders = []
-        for epoch in (0, 1, 2, 1):
-            rows.set_epoch(epoch)
-            orders.append(names(rows))
-            self.check_once(rows)
-        self.assertEqual(orders[1], orders[3])
-        self.assertNotEqual(orders[0], orders[1])
-        self.assertNotEqual(orders[1], orders[2])
-
-    @parameterized.expand([(shuffle, workers) for shuffle in (False, True) for workers in (0, 2)])
+    @parameterized.expand([(False, 2), (True, 0)])
     def test_through_accelerate_resumed_in_the_second_epoch(self, shuffle, workers):
         """As in Trainer: sequential reading follows the plan, and random reading works separately."""
         samples = samples_of(LENGTHS)
@@ -330,17 +283,10 @@ class PackDatasetTest(unittest.TestCase):
             for name, value in expected.items():
                 self.assertTrue(torch.equal(got[name], value), name)
 
-    def test_other_columns_are_left_out(self):
-        for dataset in (samples_of(LENGTHS), Dataset.from_list(samples_of(LENGTHS))):
-            self.assertEqual(pack_dataset(dataset, MAX_LENGTH).column_names, ["input_ids", "labels", "seq_lengths"])
-        with self.assertRaisesRegex(ValueError, "seq_lengths that sum"):
-            DataCollatorWithFlattening()([{"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}])
-
     @parameterized.expand(
         [
             ("none", "labels", None, "no list"),
             ("short", "labels", [1], "1"),
-            ("hole", "labels", [1, None, 3], "a missing value among them"),
             ("other", "loss_weight", [1, 2], "2"),
             ("ids", "input_ids", [1, None, 3], "a missing value among them"),
         ]
@@ -351,8 +297,3 @@ class PackDatasetTest(unittest.TestCase):
         for dataset in (Dataset.from_list(samples), Dataset.from_list([samples[0], *samples]).select(range(1, 10))):
             with self.assertRaisesRegex(ValueError, f"{name} with one value per token in sample 4, got {got}"):
                 pack_dataset(dataset, MAX_LENGTH)
-
-    def test_labels_of_whole_samples_are_refused(self):
-        samples = Dataset.from_list([{"input_ids": [1, 2], "labels": 0}, {"input_ids": [1, 2], "labels": 1}])
-        with self.assertRaisesRegex(ValueError, "labels with one value per token in sample 0, got no list"):
-            pack_dataset(samples, MAX_LENGTH)

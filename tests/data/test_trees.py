@@ -104,7 +104,7 @@ class TreesTest(unittest.TestCase):
         cls.collator = DataCollatorWithFlattening(model=cls.model, return_cu_seqlens=True)
 
     @given(elements=batches(4))
-    @settings(deadline=None, max_examples=300)
+    @settings(deadline=None, max_examples=60)
     def test_targets_of_any_trees(self, elements):
         options = {"return_cu_seqlens": True, "return_boundaries": True}
         collator = DataCollatorWithFlattening(model=self.model, token_columns=["weight"], **options)
@@ -119,7 +119,7 @@ class TreesTest(unittest.TestCase):
             self.assertTrue(torch.equal(batch["boundaries"].position_ids, batch["position_ids"]))
 
     @given(elements=batches(70))
-    @settings(deadline=None, max_examples=12)
+    @settings(deadline=None, max_examples=6)
     def test_trains_like_the_nodes_of_any_trees(self, elements):
         batch, whole = self.collator(elements), self.collator([*paths(elements)])
         for wide, bar in ((True, 1e-11), (False, 1e-6)):
@@ -141,12 +141,6 @@ class TreesTest(unittest.TestCase):
         self.assertEqual(in_words(batch), documents)
         expected = [-1, 0, 0] if len(documents) == 3 else None
         self.assertEqual(batch["parent_of"].tolist() if "parent_of" in batch else None, expected)
-
-    def test_a_node_whose_tokens_all_move(self):
-        turns = node([3], {0}, node([8], {0}), node([9], {0})), node([4], {})
-        batch = self.collator([node([1, 2], {}, *turns), node([5, 6], {1})])
-        self.assertEqual(in_words(batch), ["1", "5 6*", "2 3* 8*", "2 3 9*", "2 4"])
-        self.assertEqual(batch["parent_of"].tolist(), [-1, -1, 0, 0, 0])
 
     def test_copies_count_once(self):
         collator = DataCollatorWithFlattening(model=self.model, token_columns=["weight"], return_cu_seqlens=True)
@@ -226,7 +220,7 @@ class GroupsTest(unittest.TestCase):
         self.assertEqual(batch["parent_of"].tolist(), [-1, -1, -1, 0, 0])
 
     # Routers of experts compute in float32.
-    @parameterized.expand([("qwen3_5", 1e-11), ("qwen3_next", 1e-6)])
+    @parameterized.expand([("qwen3_next", 1e-6)])
     def test_trains_like_whole_documents(self, family, bar):
         model, samples = make_model(family), make_samples()
         collator = DataCollatorWithFlattening(model=model, return_cu_seqlens=True)
@@ -266,12 +260,6 @@ class GroupsTest(unittest.TestCase):
         self.assertEqual(batch["input_ids"].tolist(), [[5, 6, 8, 3, 6, 4]])
         self.assertEqual(batch["weight"].tolist(), [[0, 0, 1, 3, 0, 4]])
         self.assertEqual(batch["cu_seqlens"].tolist(), [0, 1, 4, 6])
-
-    def test_trainer(self):
-        model, samples = make_model(dtype=torch.float32), make_samples()
-        collator = DataCollatorWithFlattening(model=model)
-        losses = [trains(model, collator, x) for x in (grouped(samples), [whole(sample) for sample in samples])]
-        self.assertAlmostEqual(*losses, places=4)
 
 
 class RefusalsTest(unittest.TestCase):
@@ -318,26 +306,15 @@ class RefusalsTest(unittest.TestCase):
         samples = [node([1, 2], {1}), node([5, 6], {1}, *turns)]
         self.check(DataCollatorWithFlattening(model=self.model), samples, pattern)
 
-    @parameterized.expand([("list", list), ("table", Dataset.from_list)])
-    def test_configured_trainer(self, _, make):
+    def test_configured_trainer(self):
         """Each batch is a row of trees, and the first loss that of the model on it."""
         samples = [node([1, 2, 3], {1}, node([8, 9], {1}), node([7], {0}))] * 2
         model = make_model(dtype=torch.float32)
         expected = model(**DataCollatorWithFlattening(model=model)(samples)).loss.item()
-        loss = trains(model, None, make(samples), lambda trainer: configure_packing(trainer, "padding_free"))
-        self.assertAlmostEqual(loss, expected, places=4)
-
-    def test_no_prefix(self):
-        """A column that is missing is absent."""
-        samples = [{"input_ids": [1]}, group(None, [8])]
-        self.check(
-            DataCollatorWithFlattening(model=self.model), samples, "expected input_ids in sample 1, got columns"
+        loss = trains(
+            model, None, Dataset.from_list(samples), lambda trainer: configure_packing(trainer, "padding_free")
         )
-
-    @parameterized.expand([("empty", []), ("nested", [[1, 2]]), ("floats", [1.5])])
-    def test_prefixes(self, _, prefix):
-        samples = [{"input_ids": [1]}, group(prefix, [8])]
-        self.check(DataCollatorWithFlattening(model=self.model), samples, "expected a prefix of at least one token")
+        self.assertAlmostEqual(loss, expected, places=4)
 
     def test_answers(self):
         for answers in ([[3, 4]], {"input_ids": [[3, 4]]}):
@@ -345,10 +322,6 @@ class RefusalsTest(unittest.TestCase):
             self.check(
                 DataCollatorWithFlattening(model=self.model), samples, "expected answers as a list of samples, got "
             )
-
-    def test_no_answers(self):
-        samples = [{"input_ids": [1]}, {"prefix": [1, 2], "answers": []}]
-        self.check(DataCollatorWithFlattening(model=self.model), samples, "expected at least one answer in a group")
 
     def test_columns_that_trainer_removes(self):
         """Trainer drops columns that the forward does not name. A group then has none left."""
@@ -366,18 +339,6 @@ class RefusalsTest(unittest.TestCase):
         samples = [{"input_ids": [1, 2], "prefix": "a"}, *[{"input_ids": [3], "turns": x} for x in turns]]
         self.assertEqual(collator(samples)["input_ids"].tolist(), [[1, 2, 3, 3, 3, 3, 3]])
         self.assertEqual(len(PackingDataset(Dataset.from_list([{**samples[1], "turns": x} for x in turns[:1]]), 4)), 1)
-
-    def test_one_label_per_sample(self):
-        samples = [group([5, 6], [8], labels=[1])]
-        self.check(DataCollatorWithFlattening(model=self.model), samples, "got one label per sample")
-
-    def test_other_families(self):
-        model = patch_model(tiny_model("lara_mini"))
-        batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "cu_seqlens": torch.tensor([0, 2, 4])}
-        with self.assertRaisesRegex(
-            ValueError, "a family without classes of this package .* does not support a row with shared prompts"
-        ):
-            model(**batch, parent_of=torch.tensor([-1, 0]))
 
     def test_boundaries_without_documents(self):
         with self.assertRaisesRegex(ValueError, "cu_seqlens together with parent_of"):

@@ -154,14 +154,6 @@ class TrlRowsTest(unittest.TestCase):
         loss = self.model(**{name: x for name, x in batch.items() if name not in TERMS}).loss
         self.assertTrue(loss.isfinite())
 
-    def test_options(self):
-        row = pack(make_samples())
-        batch = DataCollatorWithFlattening(model=self.model, position_ids_start=2, return_tensors="np")([row])
-        self.assertTrue(all(isinstance(x, np.ndarray) for x in batch.values()))
-        self.assertEqual(batch["position_ids"].tolist(), [(row["position_ids"] + 2).tolist()])
-        batch = DataCollatorWithFlattening(model=self.model, return_position_ids=False, return_boundaries=True)([row])
-        self.assertNotIn("position_ids", batch)
-
     def test_refusals(self):
         row, options = pack(make_samples()), {"model": self.model}
         shifted, length = row["tree_kv_index"].clone(), row["tree_cu_seqlens_q"].diff()[2]

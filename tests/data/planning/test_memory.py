@@ -4,6 +4,7 @@ import contextlib
 import json
 import unittest
 from argparse import Namespace
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -179,11 +180,17 @@ def qwen_config(model):
     return MIXTURES[model] if model in MIXTURES else Qwen3_5TextConfig(**SIZES[model])
 
 
+@lru_cache
+def known(model):
+    config = hybrid_config(model) if model in HYBRIDS.values() else qwen_config(model)
+    return config, sizes_of(config), Parameters.of(config)
+
+
 def expected_peak(model, max_length, size, checkpoints, lora):
     """Compute GiB of a step without an optimizer by the formulas."""
-    config = hybrid_config(model) if model in HYBRIDS.values() else qwen_config(model)
+    config, *found = known(model)
     chosen = checkpointed_layers(config, int(checkpoints != "without"))
-    given = sizes_of(config), Parameters.of(config), max_length, size, 1, 2, chosen, checkpoints == OFFLOAD
+    given = *found, max_length, size, 1, 2, chosen, checkpoints == OFFLOAD
     need = step_memory(*given, None, lora)
     return (need.total - need.moments) / GIB
 
@@ -274,17 +281,12 @@ class FormulaeTest(unittest.TestCase):
         weights, gradients = sum(x.nbytes for x in trained), sum(x.grad.nbytes for x in trained)
         self.assertEqual((need.weights, need.gradients, need.moments), (weights, gradients, moments))
 
-    @parameterized.expand(
-        [
-            ("Qwen3.5", Qwen3_5TextConfig(**SMALL), True),
-            ("vision", Qwen3_5Config(**vision_config(SMALL)), False),
-        ]
-    )
-    def test_counts_adapters_as_peft_does(self, _, config, only_text):
-        auto = AutoModelForCausalLM if only_text else AutoModelForImageTextToText
+    def test_counts_adapters_as_peft_does(self):
+        config = Qwen3_5Config(**vision_config(SMALL))
         with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config)
             model = peft.get_peft_model(
-                auto.from_config(config), peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+                model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
             )
         self.assertEqual(4 * Parameters.of(config).adapters, model.get_nb_trainable_parameters()[0])
         # The first matrices of a layer's adapters have as many outputs per token as the layer saves.
@@ -299,13 +301,12 @@ class FormulaeTest(unittest.TestCase):
     @parameterized.expand(
         [
             (f"{family}{', experts' * experts}", family, experts)
-            for family in ("qwen3_next", "qwen3_5_moe", *HYBRIDS)
-            for experts in (False, True)
-            if family in SIZED_NAMES and not (experts and family == "olmo_hybrid")
+            for family, experts in (("qwen3_next", False), ("qwen3_5_moe", True), ("kimi_linear", True))
+            if family in SIZED_NAMES
         ]
     )
     def test_counts_the_bytes_of_adapters(self, _, family, experts):
-        """Weights, gradients and moments after a step on the CPU, of mixtures and of OLMo-Hybrid."""
+        """Weights, gradients and moments after a step on the CPU."""
         qwen = {"qwen3_next": Qwen3NextConfig, "qwen3_5_moe": Qwen3_5MoeTextConfig}
         config = qwen[family](**SMALL, **EXPERTS) if family in qwen else tiny_config(family)
         with registered():
@@ -340,22 +341,18 @@ class FormulaeTest(unittest.TestCase):
         found = codes.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
         self.assertEqual(NF4 * weight.numel(), found)
 
-    @parameterized.expand([("Qwen3.5",), ("Qwen3-Next",), ("Qwen3.5-MoE",)])
     @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
-    def test_counts_the_weights_in_4_bit(self, name):
+    def test_counts_the_weights_in_4_bit(self):
         """Those of a model of the commands."""
         from bitsandbytes.nn import Linear4bit
 
-        config = {"Qwen3.5": Qwen3_5TextConfig, "Qwen3-Next": Qwen3NextConfig, "Qwen3.5-MoE": Qwen3_5MoeTextConfig}[
-            name
-        ]
-        config = config(**SMALL, **(EXPERTS if name != "Qwen3.5" else {}))
+        config = Qwen3_5MoeTextConfig(**SMALL, **EXPERTS)
         names = "lora", "float8", "cuda_graphs", "gradient_checkpointing"
         settings = Namespace(load_in_4bit=True, attn=None, weights="float32", **dict.fromkeys(names, False))
         model = untrained_model(config, settings, False, torch.device("cpu"), 64)
         linear = [x for x in model.modules() if isinstance(x, Linear4bit)]
         experts = [x for x in model.parameters() if isinstance(x, ExpertsIn4bit)]
-        self.assertEqual(len(experts), 0 if name == "Qwen3.5" else 2 * config.num_hidden_layers)
+        self.assertEqual(len(experts), 2 * config.num_hidden_layers)
         found = sum(x.in_features * x.out_features for x in linear) + sum(x.numel() for x in experts)
         self.assertEqual(Parameters.of(config).quantized, found)
 
@@ -376,24 +373,9 @@ class FormulaeTest(unittest.TestCase):
             self.assertIn(f"| {gpus} | {2**20 // gpus:,} | {' | '.join(figures)} |", page)
         self.assertIn(f"```text\n{plan_sequence_parallel(config, 2**19, 8, 80).summary()}\n```", page)
 
-    def test_the_pages_have_the_sizes_of_adapters_of_experts(self):
-        page, models = (ROOT / "docs/how_to/lora.md").read_text(), (Qwen3_5MoeTextConfig(), Qwen3NextConfig())
-        parameters = [Parameters.of(config) for config in models]
-        weights = [f"{2 * p.total / GIB:.0f}" for p in parameters]
-        self.assertIn(f"The base weights add {' and '.join(weights)} GiB in bfloat16.", page)
-        for rank in (4, 8, 16, 32, 64, None):
-            trained = [p.trained(Lora(rank or 16, rank is not None)) / GIB for p in parameters]
-            sizes = [f"{4 * number:.2f} GiB | {16 * number:.1f} GiB" for number in trained]
-            self.assertIn(f"| {rank or '16, without `--experts`'} | {' | '.join(sizes)} |", page)
-        shares = [f"1 of {config.num_experts // config.num_experts_per_tok}" for config in models]
-        self.assertIn(f"{shares[0]} in Qwen3.5-35B-A3B and\n  {shares[1]} in Qwen3-Next-80B-A3B", page)
-        of_experts = 16 * 16 * parameters[0].expert_adapters / GIB
-        self.assertIn(f"that is {of_experts:.1f} GiB at rank 16", (ROOT / "docs/explained/memory.md").read_text())
-
 
 class SavedTest(InterpretedKernelsTest):
-    @parameterized.expand([(1,), (16,), (33,)])
-    def test_counts_what_adapters_of_experts_save(self, rank):
+    def test_counts_what_adapters_of_experts_save(self, rank=33):
         """The kernels save a product per choice for the first adapter, with the rank filled up."""
         number, tokens, size = 8, 10, 64
         mixture = {"hidden_size": size, "moe_intermediate_size": size, "num_experts": number, "num_experts_per_tok": 2}
@@ -440,11 +422,10 @@ class PlanTest(unittest.TestCase):
             self.assertTrue(all(total > 0.9 * memory * GIB for n, total in totals.items() if n > every))
             self.assertIn(f"P = {size}, every_n_layers={every}", plan.summary())
 
-    @parameterized.expand([("text", Qwen3_5TextConfig(**SMALL)), ("vision", Qwen3_5Config(**vision_config(SMALL)))])
-    def test_checkpointed_layers_are_those_of_the_model(self, _, config):
-        auto = AutoModelForCausalLM if _ == "text" else AutoModelForImageTextToText
+    def test_checkpointed_layers_are_those_of_the_model(self):
+        config = Qwen3_5Config(**vision_config(SMALL))
         with torch.device("meta"):
-            model = auto.from_config(config)
+            model = AutoModelForImageTextToText.from_config(config)
         for every in (1, 2, 3, 5):
             model.gradient_checkpointing_enable(**{"every_n_layers": every} if can_select_checkpoints() else {})
             found = [layer.gradient_checkpointing for layer in model.get_decoder().layers]
@@ -533,8 +514,6 @@ class PlanTest(unittest.TestCase):
                 r"expected at least [\d.]+ GiB per GPU for .* 4.21 B parameters .* got 4\.",
             ),
             ("no row", {"max_length": 0}, "max_length above 0"),
-            ("no GPU", {"gpus": 0}, "gpus above 0"),
-            ("no memory", {"memory": -1.0}, "memory above 0"),
             ("weights", {"weights": "int8"}, "weights"),
             ("rank", {"lora_rank": -1}, "lora_rank of at least 0"),
             ("method", {"attention": "ring"}, "expected attention of .*gather.*, got 'ring'"),
@@ -550,22 +529,6 @@ class PlanTest(unittest.TestCase):
             plan_sequence_parallel(
                 Qwen3_5TextConfig(**SIZES["4B"]), **{"max_length": 2**17, "gpus": 8, "memory": 80, **changes}
             )
-
-    def test_adapters_of_experts(self):
-        config = Qwen3_5MoeTextConfig(num_hidden_layers=4)
-        linear, experts = (
-            plan_sequence_parallel(config, 2**14, 2, 80, lora_rank=rank, **options)
-            for rank, options in (
-                (8, {}),
-                (8, {"lora_experts": True}),
-            )
-        )
-        parameters = linear.parameters
-        self.assertRegex(
-            experts.summary(), f" and {8 * (parameters.adapters + parameters.expert_adapters) / 1e6:.0f} M in"
-        )
-        for name in ("weights", "gradients", "moments", "gathered", "saved"):
-            self.assertGreater(*(getattr(x.options[1][0], name) for x in (experts, linear)), name)
 
     def test_weights_in_4_bit(self):
         config = Qwen3_5MoeTextConfig(num_hidden_layers=4)
@@ -601,24 +564,15 @@ class PlanTest(unittest.TestCase):
                 "a mixture of experts, with lora_experts, got qwen3_5_t",
             ),
             ("experts without a rank", {"lora_rank": 0, "lora_experts": True}, "lora_rank with lora_experts, got 0"),
-            (
-                "4 bit without a rank",
-                {"lora_rank": 0, "load_in_4bit": True},
-                "lora_rank with load_in_4bit, got 0",
-            ),
-            (
-                "a high rank",
-                {"lora_rank": 65, "lora_experts": True},
-                "lora_rank of at most 64 with lora_experts, got 65",
-            ),
         ]
     )
-    def test_refuses_adapters(self, name, options, message):
-        config = Qwen3_5MoeTextConfig(num_hidden_layers=4) if name == "a high rank" else Qwen3_5TextConfig()
+    def test_refuses_adapters(self, _, options, message):
         with self.assertRaisesRegex(ValueError, message):
-            plan_sequence_parallel(config, 1024, 1, 80, **{"lora_rank": 16, **options})
+            plan_sequence_parallel(Qwen3_5TextConfig(), 1024, 1, 80, **{"lora_rank": 16, **options})
 
-    @parameterized.expand([(name, weights) for name in OPTIMIZERS for weights in ("float32", "bfloat16")])
+    @parameterized.expand(
+        [(name, "bfloat16") for name in OPTIMIZERS] + [(DEFAULT, "float32"), ("flash_adamw", "float32")]
+    )
     def test_optimizers(self, name, weights):
         """States and gradients are those of the table, and nothing is sharded that FSDP2 cannot shard."""
         config, optimizer = Qwen3_5TextConfig(**SIZES["4B"]), OPTIMIZERS[name]
@@ -651,10 +605,6 @@ class PlanTest(unittest.TestCase):
             plan_sequence_parallel(config, 2**14, 1, 80, lora_rank=16, optimizer="flash_adamw")
         with self.assertRaisesRegex(ValueError, "expected an optimizer of adamw_torch_fused"):
             plan_sequence_parallel(config, 2**14, 1, 80, optimizer="adam")
-
-    def test_nothing_fits_with_another_optimizer(self):
-        with self.assertRaisesRegex(ValueError, "for weights, gradients and adamw_8bit, 0.0 gathered"):
-            plan_sequence_parallel(Qwen3_5TextConfig(**SIZES["27B"]), 2**14, 8, 80, optimizer="adamw_8bit")
 
     def test_another_kind_of_model(self):
         with self.assertRaisesRegex(ValueError, "got llama"):

@@ -92,7 +92,7 @@ class PropertiesTest(unittest.TestCase):
             self.assertNotEqual(documents % step, 0)
             return None
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=120, deadline=None)
     @given(**ARGUMENTS)
     def test_every_kept_token_stands_in_one_row(self, lengths, max_length, **arguments):
         # Elsewhere: a row is longer than requested, and memory runs out at random.
@@ -128,7 +128,7 @@ class PropertiesTest(unittest.TestCase):
         self.assertEqual(plan.tokens + plan.lost_tokens, sum(lengths))
         self.assertEqual((plan.input_samples, plan.input_tokens), (len(lengths), sum(lengths)))
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(epoch=st.integers(0, 3), **ARGUMENTS)
     def test_shards_and_epochs_hold_each_row_once(self, lengths, max_length, epoch, **arguments):
         # Elsewhere: training hangs at the end of an epoch, because processes have different numbers of rows.
@@ -146,7 +146,7 @@ class PropertiesTest(unittest.TestCase):
                 [[array.tolist() for array in shard.row(i)] for i in range(len(shard))], rows[rank :: len(shards)]
             )
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(**ARGUMENTS)
     def test_the_same_seed_gives_the_same_plan_and_the_file_too(self, lengths, max_length, **arguments):
         # Elsewhere: processes time out while one of them packs. Here each process plans alone, and the plans agree.
@@ -184,9 +184,6 @@ class FillTest(unittest.TestCase):
         most = max(lengths) + room
         self.assertEqual(len(plan_packing(lengths, most)), rows_of_best_fit_decreasing(lengths, most))
 
-    def test_lognormal_rows_are_full(self):
-        self.assertGreater(plan_packing(lognormal(100_000), 4096).fill, 0.9985)
-
     def test_figures_of_a_small_plan(self):
         plan = plan_packing([5, 3, 8, 2, 6], 8, balance=PackingCost(linear=1, quadratic=0.5))
         self.assertEqual((len(plan), plan.steps, plan.tokens, plan.fill), (3, 3, 24, 1.0))
@@ -199,18 +196,6 @@ class FillTest(unittest.TestCase):
         text = plan.summary()
         for part in ("5 with 24 tokens", "100.00% full", "too long            none", "1 / 2 / 2"):
             self.assertIn(part, text)
-
-    def test_padding_is_that_of_random_batches(self):
-        lengths = lognormal(80_000)
-        plan = plan_packing(lengths, 4096)
-        batches = np.random.default_rng(3).permutation(lengths).reshape(-1, 8)
-        self.assertAlmostEqual(plan.padding_avoided, 1 - batches.mean() / batches.max(1).mean(), delta=0.005)
-        padded = plan.cost.documents(batches.max(1)).sum() * 8
-        self.assertAlmostEqual(plan.estimated_speedup, padded / plan.row_cost.sum(), delta=0.03)
-
-    def test_a_shorter_batch_when_there_are_few(self):
-        self.assertEqual(plan_packing([7], 8).padding_avoided, 0)
-        self.assertEqual(plan_packing([7], 8).estimated_speedup, 1)
 
 
 class BalanceTest(unittest.TestCase):
@@ -247,8 +232,7 @@ class BalanceTest(unittest.TestCase):
         ranks = np.add.reduceat(ranks, unbalanced.row_offsets[:-1]).reshape(-1, accumulation, world_size).sum(1)
         self.assertLess(plan.imbalance, 0.7 * ((ranks.max(1) / ranks.mean(1)).mean() - 1))
 
-    @parameterized.expand([(8, 1), (64, 1), (8, 4)])
-    def test_steps_are_as_random_as_a_random_order(self, world_size, accumulation):
+    def test_steps_are_as_random_as_a_random_order(self, world_size=8, accumulation=4):
         """Average over ten epochs, because the few hundred steps of one epoch vary by chance."""
         plan = self.plan(world_size, accumulation)
         rng = np.random.default_rng(0)
@@ -262,7 +246,7 @@ class BalanceTest(unittest.TestCase):
         self.assertLess(abs(np.mean(correlations)), 0.05)
         self.assertAlmostEqual(np.mean(variances) / np.mean(expected), 1, delta=0.1)
 
-    @parameterized.expand([(8, False, 0.1), (64, False, 0.1), (8, True, 0.25), (64, True, 0.25)])
+    @parameterized.expand([(64, False, 0.1), (8, True, 0.25)])
     def test_steps_vary_as_those_of_samples_in_random_order(self, world_size, balance, tolerance):
         """Best-fit decreasing puts similar lengths into a row, with nine times the variance. Mixing fixes this."""
         lengths = lognormal(300_000)
@@ -303,31 +287,11 @@ class BalanceTest(unittest.TestCase):
         changed = [plan(1, 8, seed=1), plan(1, 4), plan(1, 8, lengths=lengths[::-1]), expected.shuffled(1)]
         self.assertEqual(len({x.fingerprint for x in (expected, *changed)}), 5)
 
-    def test_accumulated_rows_even_out(self):
-        """With one document per row, only the assignment of rows to ranks can help."""
-        lengths = np.random.default_rng(0).integers(2100, 4097, 64_000)
-        plan = plan_packing(lengths, 4096, world_size=8, gradient_accumulation_steps=8)
-        self.assertEqual(len(plan), len(lengths))
-        self.assertLess(plan.imbalance, 0.02)
-        self.assertGreater(plan_packing(lengths, 4096, world_size=8).imbalance, 0.2)
-
     def test_samples_are_dealt_at_random(self):
         """Equal samples do not follow the order of the dataset, and neighbours are separated."""
         plan = plan_packing(np.full(40_000, 400), 4096)
         self.assertLess(abs(np.corrcoef(plan.samples, np.arange(40_000))[0, 1]), 0.02)
         self.assertLess((np.abs(np.diff(plan.samples)) == 1).mean(), 0.001)
-
-    def test_few_rows_are_shared_evenly(self):
-        plan = plan_packing(lognormal(100), 4096, world_size=8)
-        self.assertEqual(len(plan), 16)
-        self.assertLess(plan.imbalance, 0.05)
-
-    def test_rows_that_are_a_multiple_already(self):
-        """All rows are full. A few with one long and one short document cost more, and their short documents move."""
-        lengths = [4000, 96] * 40 + [512] * 8 * 760
-        self.assertEqual(len(plan_packing(lengths, 4096, balance=self.cost)), 800)
-        plan = plan_packing(lengths, 4096, balance=self.cost, world_size=8)
-        self.assertLess(plan.row_cost.max(), 0.99 * self.cost.documents([4000, 96]).sum())
 
     def test_seeds_and_epochs_differ(self):
         lengths = lognormal(1000)
@@ -347,14 +311,11 @@ class ErrorsTest(unittest.TestCase):
             ("an empty sample", {"lengths": [3, 0, 0]}, r"got 0 at sample 1 \(2 of 3"),
             ("a negative length", {"lengths": [3, -2]}, "got -2 at sample 1"),
             ("fractions", {"lengths": [1.5]}, "an array of float64"),
-            ("truth values", {"lengths": [True]}, "an array of bool"),
             ("two dimensions", {"lengths": [[1, 2]]}, r"shape \(1, 2\)"),
-            ("ragged", {"lengths": [[1], [1, 2]]}, "lengths as whole numbers"),
             ("too large a number", {"lengths": [2**31]}, "up to 2147483647"),
             ("too long", {"lengths": [9, 11, 10, 30]}, r"got 2 longer ones among 4, the longest \(sample 3\) of 30"),
             ("all dropped", {"lengths": [11], "overlong": "drop"}, "1 samples, all longer"),
             ("max_length 0", {"max_length": 0}, "max_length as a whole number of at least 1, got 0"),
-            ("max_length None", {"max_length": None}, "got None"),
             ("a fractional world", {"world_size": 2.0}, "world_size"),
             ("no accumulation", {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
             ("a negative seed", {"seed": -1}, "seed"),
@@ -362,11 +323,7 @@ class ErrorsTest(unittest.TestCase):
             ("another side", {"truncation_side": "middle"}, "truncation_side"),
             ("fewer samples than ranks", {"lengths": [3, 3], "world_size": 4}, "at least 4 documents"),
             ("full rows that do not add up", {"lengths": [10] * 5, "world_size": 4}, "Remove 1 samples"),
-            (
-                "a model without a gated delta rule",
-                {"balance": LlamaConfig()},
-                "the configuration of a Qwen3-Next, .* model, got llama",
-            ),
+            ("another model", {"balance": LlamaConfig()}, "the configuration of a Qwen3-Next, .* model, got llama"),
         ]
     )
     def test_plan_packing(self, _, arguments, message):
@@ -421,10 +378,6 @@ class FileTest(unittest.TestCase):
         self.assertEqual(list(self.path.parent.iterdir()), [self.path])
         assert_same(self, self.plan, PackingPlan.load(str(self.path)))
 
-    def test_no_file(self):
-        with self.assertRaises(FileNotFoundError):
-            PackingPlan.load(self.path.with_name("none"))
-
     def test_foreign_files(self):
         for content in (b"", b"text", b"\x93NUMPY broken", b'{"rows": []}'):
             self.path.write_bytes(content)
@@ -468,12 +421,6 @@ class FileTest(unittest.TestCase):
                 self.rewrite(**changes)
                 self.refuses()
                 self.plan.save(self.path)
-
-    def test_another_version(self):
-        with np.load(self.path) as stored:
-            header = stored["header"].tobytes().replace(b'"version": 1', b'"version": 2')
-        self.rewrite(header=np.frombuffer(header, np.uint8))
-        self.refuses("of format transformers_packed.PackingPlan, version 2")
 
 
 class CostTest(unittest.TestCase):

@@ -63,16 +63,6 @@ class SamplesTest(unittest.TestCase):
             ("c<|im_end|>\n", True),
         )
 
-    def test_equal_turns(self):
-        self.check(
-            make_tokenizer(),
-            {"messages": [user("x"), assistant("x"), assistant("x")]},
-            ("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n", False),
-            ("x<|im_end|>\n", True),
-            ("<|im_start|>assistant\n", False),
-            ("x<|im_end|>\n", True),
-        )
-
     def test_messages_by_the_marks_of_the_template(self):
         """`{% generation %}` excludes the line break here, which distinguishes the two methods."""
         self.check(

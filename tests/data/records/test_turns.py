@@ -2,7 +2,6 @@
 
 import logging
 import unittest
-from unittest import mock
 
 from common.records import CHATML, MARKED, PLAIN, THINKING, assistant, make_tokenizer, records, user
 from mixins.model import total_relative_error
@@ -10,7 +9,6 @@ from mixins.patch import builtin_model
 from parameterized import parameterized
 
 from transformers_packed import DataCollatorWithFlattening, patch_model
-from transformers_packed.data.records.chat import AssistantTurns
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.data.trees import nodes_of, tokens_in
 
@@ -84,14 +82,6 @@ class RecordsTest(unittest.TestCase):
             ],
         )
 
-    def test_weights_and_completions(self):
-        tokenizer, turn = make_tokenizer(THINKING), up_to(3)
-        samples = make_samples(records(turn), tokenizer, 4096, every_turn=True)
-        self.assertEqual(samples.fingerprint(), make_samples(records(turn), tokenizer, 4096).fingerprint())
-        pair = {"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}
-        samples = make_samples(records(pair), tokenizer, 4096, every_turn=True)
-        self.assertEqual(samples.targets, make_samples(records(*map(up_to, TURNS[1:])), tokenizer, 4096).targets)
-
     def test_long_conversations(self):
         """Each rendering is truncated, and those without a target are left out."""
         tokenizer = make_tokenizer(THINKING)
@@ -127,11 +117,6 @@ class RecordsTest(unittest.TestCase):
         with self.assertNoLogs(logger, "WARNING"):
             make_samples(records({"messages": MESSAGES[:2]}), make_tokenizer(THINKING), 4096)
             make_samples(records({"messages": MESSAGES}), make_tokenizer(THINKING), 4096, every_turn=True)
-
-    def test_the_log_needs_no_other_rendering_of_the_whole(self):
-        with mock.patch.object(AssistantTurns, "render", autospec=True, side_effect=AssistantTurns.render) as render:
-            make_samples(records({"messages": MESSAGES}), make_tokenizer(THINKING), 4096)
-        self.assertEqual([call.args[1] for call in render.call_args_list].count(MESSAGES), 1)
 
 
 class TrainingTest(unittest.TestCase):
