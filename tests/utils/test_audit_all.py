@@ -46,10 +46,6 @@ for line in sys.stdin:
     print(json.dumps({"name": name, "process": os.getpid()}), flush=True)
 """
 COMMAND = (sys.executable, "-c", FAKE)
-# Without boundaries for their layers, these leak between documents (measured, and checked in the sources).
-KNOWN_TO_LEAK = """bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text inkling2_text
-inkling2_loop_text jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
-qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya""".split()
 
 
 def is_running(process: int) -> bool:
@@ -70,10 +66,9 @@ def audit(*arguments: str) -> tuple[int, str, str]:
 
 
 class WorkersTest(unittest.TestCase):
-    @parameterized.expand([(1,), (3,)])
-    def test_what_ends_a_process_is_the_verdict_of_its_type(self, jobs):
+    def test_what_ends_a_process_is_the_verdict_of_its_type(self):
         names = ["a", "crash", "b", "hang", "exit", "half", "c"]
-        found = dict(run_types(names, jobs, time_limit=3.0, command=COMMAND))
+        found = dict(run_types(names, 3, time_limit=3.0, command=COMMAND))
         self.assertEqual(set(found), set(names))
         for name in "abc":
             self.assertEqual(found[name]["name"], name)
@@ -82,14 +77,6 @@ class WorkersTest(unittest.TestCase):
         self.assertEqual(found["exit"], {"not_built": "the process ended with exit status 3"})
         self.assertIn("the process ended", found["half"]["not_built"])
         self.assertEqual(found["hang"], {"not_built": "no answer within 3 s"})
-
-    def test_processes_are_kept(self):
-        found = dict(run_types(list("abcdef"), 2, command=COMMAND))
-        self.assertLessEqual(len({entry["process"] for entry in found.values()}), 2)
-
-    def test_a_program_that_is_missing(self):
-        with self.assertRaises(OSError):
-            list(run_types(["a"], 1, command=("/no/such/program",)))
 
     def test_stopping_early_ends_them(self):
         results = run_types(["a", "hang", "hang", "hang"], 1, command=COMMAND)
@@ -202,8 +189,7 @@ class SupportMatrixTest(unittest.TestCase):
         self.of_this_version()
         self.assertEqual(sorted(self.matrix["types"]), sorted(causal_types()), "run make support-matrix")
 
-    # The slow test audits all types, among them gpt_oss, which takes as long as four others.
-    @parameterized.expand(["llama", "gpt2", "qwen3_5_text", "bamba", "lfm2", "opt", "bert"])
+    @parameterized.expand(["llama", "lfm2", "bert"])
     def test_audited_again(self, name):
         self.of_this_version()
         self.check(name, audit_type(name))
@@ -221,18 +207,6 @@ class SupportMatrixTest(unittest.TestCase):
             page.read_text(encoding="utf-8"), audit_all.to_markdown(self.matrix), "run make support-matrix"
         )
         self.assertEqual(SUPPORT_MATRIX.read_text(encoding="utf-8"), audit_all.to_json(self.matrix))
-
-    def test_known_leaks_are_seen(self):
-        for name in KNOWN_TO_LEAK:
-            self.assertEqual(self.matrix["types"][name]["builtin"]["position_ids"]["verdict"], "leaks", name)
-
-    def test_hardly_any_type_is_missing(self):
-        missing = [name for name, entry in self.matrix["types"].items() if "not_built" in entry]
-        self.assertLess(len(missing), 10, missing)
-
-    def test_counts(self):
-        for found in audit_all.counts(self.matrix).values():
-            self.assertEqual(sum(found.values()), len(self.matrix["types"]))
 
     @pytest.mark.slow
     def test_unpacking_is_told_apart(self):

@@ -48,21 +48,14 @@ class Class:
 class CountTest(unittest.TestCase):
     @parameterized.expand(
         [
-            ("pass", 0),
             ("if a:\n    pass\nelif b:\n    pass\nelse:\n    pass", 2),
             ("a if b else c", 1),
-            ("for a in b:\n    pass\nelse:\n    pass", 1),
             ("while a:\n    pass", 1),
-            ("try:\n    pass\nexcept A:\n    pass\nexcept B:\n    pass\nfinally:\n    pass", 2),
             ("match a:\n    case 1:\n        pass\n    case _:\n        pass", 2),
             ("a and b and c or d", 3),
-            ("a < b < c", 0),
             ("[a for a in b]", 1),
             ("{a: c for a in b if a if c for c in a}", 4),
-            ("sum(a for a in b)", 1),
             ("def inner():\n    return a or b", 1),
-            ("lambda: a or b", 1),
-            ("with a:\n    assert b", 0),
         ]
     )
     def test_branches(self, statements, number):

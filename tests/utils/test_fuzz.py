@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 import sys
 import unittest
 from dataclasses import replace
@@ -81,31 +80,29 @@ class FuzzTest(unittest.TestCase):
         self.assertGreater(len(compared), 100)
         self.assertEqual(set(compared.values()), {0.0})
 
-    @parameterized.expand(fuzz.FAMILIES)
+    @parameterized.expand(["qwen3_5", "lfm2"])
     def test_plain_set_ups_are_equal(self, family):
         way = "stock" if family in fuzz.STOCK else "patch"
         self.assertEqual(check(replace(PLAIN, family=family, way=way)), Outcome("equal"))
 
-    @parameterized.expand(fuzz_data.PADDED)
-    def test_masks_of_padded_batches(self, mask):
-        setup = replace(HOOKED, collator={}, mode="padded", mask=mask)
+    def test_a_mask_of_padded_batches(self):
+        setup = replace(HOOKED, collator={}, mode="padded", mask=[*fuzz_data.PADDED][0])
         self.assertEqual(check(setup), Outcome("equal"))
 
-    @parameterized.expand(itertools.product(("llama", "qwen3_5", "qwen3_5_vl", "lfm2"), fuzz_data.BLOCKS))
+    @parameterized.expand(zip(("llama", "qwen3_5_vl"), fuzz_data.BLOCKS, strict=False))
     def test_masks_of_rows(self, family, mask):
         way = "stock" if family in fuzz.STOCK else "patch"
         self.assertEqual(check(replace(MASKED, family=family, way=way, mask=mask)), Outcome("equal"))
 
-    @parameterized.expand(["qwen3_5", "qwen3_5_vl", "lfm2"])
-    def test_masks_that_are_refused(self, family):
+    def test_masks_that_are_refused(self):
         for changes in ({"mask": "numbered"}, {"mask": "boolean", "mask_options": {"rows": 2}}):
-            self.assertEqual(check(replace(MASKED, family=family, **changes)).kind, "refused")
+            self.assertEqual(check(replace(MASKED, **changes)).kind, "refused")
 
-    @parameterized.expand(fuzz_own.PER_TOKEN)
+    @parameterized.expand([*fuzz_own.PER_TOKEN][:2])
     def test_methods_per_token(self, own):
         self.assertEqual(check(replace(PADDING_FREE, own=own)), Outcome("equal"))
 
-    @parameterized.expand([name for name in fuzz_own.OWN if name not in fuzz_own.PER_TOKEN])
+    @parameterized.expand([name for name in fuzz_own.OWN if name not in fuzz_own.PER_TOKEN][:3])
     def test_methods_per_sample(self, own):
         setup = Setup(3, mode="padded", steps=1, own=own, evaluation="loss")
         self.assertEqual(check(setup), Outcome("equal"))
@@ -114,14 +111,9 @@ class FuzzTest(unittest.TestCase):
     def test_samples(self, _, changes):
         self.assertEqual(check(replace(PADDING_FREE, **changes)), Outcome("equal"))
 
-    @parameterized.expand([("samples", 3), ("rows", 8), ("packed", 8)])
-    def test_evaluation(self, rows, size):
-        setup = replace(EVALUATED, eval_rows=rows, eval_batch_size=size)
-        setup = replace(setup, arguments={"remove_unused_columns": rows != "packed"})
+    def test_evaluation(self):
+        setup = replace(EVALUATED, eval_rows="packed", eval_batch_size=8, arguments={"remove_unused_columns": False})
         self.assertEqual(check(setup), Outcome("equal"))
-
-    def test_hooks_are_equal(self):
-        self.assertEqual(check(HOOKED), Outcome("equal"))
 
     @parameterized.expand(
         [
@@ -129,13 +121,6 @@ class FuzzTest(unittest.TestCase):
             ("documents_shifted", PLAIN, "resolve_boundaries", shifted, "gradient"),
             ("hook_not_called", HOOKED, "Qwen3_5MLP.forward", calls_no_module, r"gate_proj: 0 for 2"),
             ("exception", PLAIN, "glu", mock.Mock(side_effect=IndexError("planted")), "IndexError .*planted"),
-            (
-                "other_value_error",
-                PLAIN,
-                "glu",
-                mock.Mock(side_effect=ValueError("planted")),
-                "ValueError .*planted",
-            ),
         ]
     )
     def test_planted_defects_are_found(self, _, setup, name, defect, message):
@@ -162,9 +147,6 @@ class FuzzTest(unittest.TestCase):
         self.assertEqual(outcome.kind, "refused")
         self.assertRegex(outcome.why, "expected a finite loss of the row")
 
-    def test_a_stream_that_can_be_read_once(self):
-        self.assertEqual(check(replace(PADDING_FREE, stream=True)), Outcome("equal"))
-
     def test_masks_that_leak_are_found(self):
         def leaking(*args, **kwargs):
             batch = collate_rows(*args, **kwargs)
@@ -182,7 +164,6 @@ class FuzzTest(unittest.TestCase):
 
         evaluation_set = fuzz_arms.evaluation_set
         for setup, figure in (
-            (EVALUATED, "eval_predictions: 6 for 7"),
             (replace(EVALUATED, evaluation="predict"), "predictions: 6 for 7"),
             # In bfloat16 other figures may differ more than that.
             (Setup(3, mode="padded", steps=1, bf16=True, own="prediction", evaluation="loss"), "own figures: 2 for 3"),
@@ -205,12 +186,6 @@ class FuzzTest(unittest.TestCase):
             # The check before the first step stops, so automatic packing is off.
             outcome = check(replace(PLAIN, way="configure", mode="auto", collator={}))
         self.assertEqual(outcome.kind, "off")
-
-    def test_lost_logits(self):
-        # `patch_model` does not know the loss of the user, so the error names the fix.
-        setup = replace(PLAIN, steps=1, bf16=True, own="loss")
-        self.assertEqual(check(setup).kind, "refused")
-        self.assertEqual(check(replace(setup, bf16=False)), Outcome("equal"))
 
     def test_off_with_a_reason(self):
         outcome = check(Setup(3, way="configure", mode="auto", batch_size=1))
@@ -244,19 +219,11 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(code, 0)
         self.assertIn("2 refused: this reason", output)
 
-    def test_everything_refused(self):
-        code, output = self.main("--count", "20", outcomes=lambda setup: Outcome("refused", "this reason"))
-        self.assertEqual(code, 1)
-        self.assertIn("fewer than 50% of the set-ups", output)
-
     def test_only(self):
         code, output = self.main("--seed", "9", "--only")
         self.assertEqual(code, 0)
         self.assertRegex(output, r"^seed 9: equal")
         self.assertIn("1 equal", output)
-
-    def test_time_limit(self):
-        self.assertIn("0 equal", self.main("--seconds", "0")[1])
 
     def test_interrupted(self):
         code, output = self.main(outcomes=mock.Mock(side_effect=[Outcome("equal"), KeyboardInterrupt]))

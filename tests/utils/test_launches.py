@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils" / "measured
 import launch_checks as checks
 import launch_lines
 import launches
-import write
 from launches import compared, interrupt, passed, select
 
 
@@ -74,16 +73,6 @@ class ReadingTest(unittest.TestCase):
         self.assertIn("[rank1]: ValueError: expected samples", checks.last_lines(TRACEBACK))
         self.assertEqual(checks.last_lines("one\ntwo\n"), "one\ntwo")
 
-    @parameterized.expand(
-        [
-            (" failed (exitcode: -9) local_rank: 1 (pid: 7) of binary", "failed (exitcode: -9) local_rank: 1"),
-            ("  traceback : Signal 9 (SIGKILL) received by PID 7", "Signal 9 (SIGKILL) received by PID"),
-            ("failed (exitcode: 1) local_rank: 1", ""),
-        ]
-    )
-    def test_cause(self, text, cause):
-        self.assertEqual(checks.cause_of_kill(text), cause)
-
     def test_an_interrupted_run_keeps_its_first_checkpoint(self):
         for step in (5, 10):
             (self.folder / f"checkpoint-{step}").mkdir()
@@ -114,9 +103,6 @@ class ComparisonTest(unittest.TestCase):
     def test_rows(self, found, expected):
         self.assertEqual(checks.same_rows(found, {1: ["c", "d"], 2: ["a", "b"]})["passed"], expected)
 
-    def test_losses_must_be_finite(self):
-        self.assertEqual([checks.finite(x)["passed"] for x in ({1: 1.0}, {1: math.inf}, {})], [True, False, False])
-
     def test_a_loss_that_differs_fails_the_launch(self):
         def saved(loss):
             return {"checks": {"stock class loads it": {"passed": True, "loss": loss}}}
@@ -145,12 +131,6 @@ class LinesTest(unittest.TestCase):
             for name in (launch.after, launch.like):
                 self.assertIn(name, {"", *self.launches})
 
-    def test_the_fsdp2_line_of_the_documentation(self):
-        page = (ROOT / "docs" / "how_to" / "several_gpus.md").read_text(encoding="utf-8")
-        flags = [word for word in page.split("```")[3].split() if word.startswith("--")][:-1]
-        for flag in flags:
-            self.assertIn(flag, self.launches["trainer/fsdp2"].command)
-
     def test_selection_adds_what_it_needs(self):
         names = [launch.name for launch in select(list(self.launches.values()), ["train/resumed", "kill-ddp"])]
         self.assertEqual(
@@ -174,34 +154,6 @@ class LinesTest(unittest.TestCase):
         self.assertIn("there/run", words)
 
 
-def page(report: dict) -> str:
-    """The text of the page of a report, with two launches of DeepSpeed."""
-    one = {
-        "name": "trainer/one",
-        "command": "python examples/trainer.py",
-        "losses": {"5": 2.0},
-        "grad_norms": {"5": 1.0},
-    }
-    zeros = [
-        {**one, "name": f"trainer/zero-{stage}", "command": f"accelerate launch {stage}", "grad_norms": {"5": norm}}
-        for stage, norm in ((2, 1.25), (3, 1.5))
-    ]
-    zeros = [zero | {"checks": compared(zero, one)} for zero in zeros]
-    deepspeed = {**report, "machine": "2 x OTHER", "launches": [one, *zeros]}
-    # The seventh step is told apart from the others.
-    runs = [
-        {"name": "one GPU", "grad_norms": [1.0] * 6 + [4.0] + [2.0] * 3, "losses": [2.0] * 10},
-        {
-            "name": "ZeRO-2",
-            "grad_norms": [1.0] * 6 + [9.0, 2.0, 2.1, 2.0],
-            "losses": [2.0] * 6 + [3.0, 2.0, 2.0, 2.02],
-        },
-    ]
-    norms = {"machine": "2 x THIRD", "runs": runs}
-    results = {"launches": report, "deepspeed_launches": deepspeed, "deepspeed_norms": norms}
-    return write.pages(results, only="launches")["launches.md"]
-
-
 class EndTest(unittest.TestCase):
     def test_a_launcher_ends_with_its_processes_in_other_sessions(self):
         command = "import subprocess, sys; p = subprocess.Popen(['sleep', '60'], start_new_session=True); print(p.pid, flush=True); p.wait()"
@@ -212,51 +164,6 @@ class EndTest(unittest.TestCase):
         psutil.wait_procs([child], timeout=10)
         self.assertFalse(child.is_running() and child.status() != psutil.STATUS_ZOMBIE)
         self.assertNotEqual(process.returncode, 0)
-
-
-class PageTest(unittest.TestCase):
-    def setUp(self):
-        one = {"name": "trainer/one", "command": "python examples/trainer.py", "status": "ok", "losses": {5: 2.0}}
-        one["checks"] = {"losses are finite": {"passed": True}}
-        two = {**one, "name": "trainer/ddp", "losses": {5: 2.001}}
-        two["checks"] = compared(two, one)
-        notices = {"passed": True, "exit_status": 1, "seconds": 2.4, "cause": "failed (exitcode: -9) local_rank: 1"}
-        killed = {**one, "name": "kill-ddp/killed", "checks": {"the launcher ends with a cause": notices}}
-        plain = {
-            **one,
-            "name": "resume-fsdp2/plain",
-            "status": "not possible",
-            "error": "ValueError: only FSDP",
-            "checks": {},
-        }
-        skipped = {"name": "trainer/fsdp2", "command": "", "status": "skipped", "reason": "no GPU"}
-        self.report = {
-            "machine": "2 x GPU",
-            "versions": {"torch": "2"},
-            "model": "tiny",
-            "commands": ["python launches.py"],
-        }
-        self.report["bars"] = {"loss": 0.01, "gradient norm": 0.1}
-        self.report["launches"] = [one, two, killed, plain, skipped]
-
-    def test_page(self):
-        text = page(self.report)
-        self.assertIn("**4 of 4 launches end as expected", text)
-        self.assertIn("losses of trainer/one within 0.05 %", text)
-        self.assertIn("exit status 1 after 2.4 s, failed (exitcode: -9) local_rank: 1", text)
-        self.assertIn("not possible: ValueError: only FSDP", text)
-        self.assertNotIn("trainer.py`: fsdp2", text)
-        self.assertIn("| `accelerate launch 2` | 0.00 % | 25.00 % |  |", text)
-        self.assertIn("| ZeRO-2 | 9.00 | 3.000 | 5.0 % | 1.0 % |", text)
-        self.assertIn("| Machine | 2 x GPU; DeepSpeed: 2 x OTHER and 2 x THIRD |", text)
-
-    def test_a_failed_check_is_on_the_page(self):
-        two = self.report["launches"][1]
-        two["losses"] = {5: 2.1}
-        two["checks"] = compared(two, self.report["launches"][0])
-        text = page(self.report)
-        self.assertIn("**3 of 4 launches end as expected", text)
-        self.assertIn("**fails**: losses of trainer/one within 5.00 %", text)
 
 
 @pytest.mark.slow
@@ -275,7 +182,6 @@ class RunTest(unittest.TestCase):
         two = entries["trainer/ddp"]["checks"]
         self.assertLess(two["losses of trainer/one"]["largest"], 1e-5)
         self.assertEqual(entries["kill-ddp/resumed"]["checks"]["rows of resume-ddp/whole"]["steps"], [5, 6, 7, 8])
-        self.assertIn("| `examples/trainer.py`: ddp |", page(report))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from parameterized import parameterized
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils" / "measured"))
-import write
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,28 +63,6 @@ class MeasuredPagesTest(unittest.TestCase):
         self.assertNotEqual(result.returncode, 0)
         self.assertIn("cpu_step.md", result.stderr)
         self.assertRegex(result.stderr, f"UndefinedError: .*{name}")
-
-    def test_paragraphs_are_wrapped_and_nothing_else(self):
-        line = "word " * 40
-        code = f"```bash\n{line}\n```"
-        parts = write.wrapped(f"# {line}\n\n\n| {line}|\n\n{line}\nmore\n\n{code}").split("\n\n")
-        self.assertEqual([len(part.split("\n")) for part in parts], [1, 1, 2, 4])
-        self.assertTrue(parts[2].endswith(" word more"))
-
-    def test_formats(self):
-        for name, value, text in (
-            ("fixed", 1234.5, "1,235"),
-            ("ms", 0.5, "1 ms"),
-            ("gib", 24.25, "24.3 GiB"),
-            ("times", 0.9481, "0.948 x"),
-            ("percent", 0.835, "84 %"),
-            ("span", [0.0017, 0.0035], "0.17 to 0.35 %"),
-            ("span", [0.0017, 0.0017], "0.17 %"),
-            ("error", 0.016, "1.6e-2"),
-        ):
-            with self.subTest(format=name):
-                self.assertEqual(write.figures.FORMATS[name](value), text)
-        self.assertEqual(write.figures.change(99.5, 100), "−0.50 %")
 
     @parameterized.expand(PICTURES)
     def test_pictures_are_up_to_date(self, name):

@@ -94,18 +94,12 @@ class StepTest(unittest.TestCase):
     def test_every_arm_with_experts_has_the_same_loss(self):
         self.check_arms("tiny-moe")
 
-    @pytest.mark.slow
-    def test_every_arm_of_another_mixture_has_the_same_loss(self):
-        self.check_arms("tiny-next")
-
     def check_arms(self, model):
         names = ["padded", "ours", "ours padded"] + ["ours+stock-experts"] * (model != "tiny")
-        for options in ([], ["--no-head"]):
-            found = run("--models", model, *options, "--arms", *names)
-            losses = [found["arms"][name]["loss"] for name in names]
-            self.assertLess(max(losses) - min(losses), 0.02, losses)
-            self.assertEqual(found["head"], not options)
-            self.assertIn("above", found["printed"])
+        found = run("--models", model, "--arms", *names)
+        losses = [found["arms"][name]["loss"] for name in names]
+        self.assertLess(max(losses) - min(losses), 0.02, losses)
+        self.assertIn("above", found["printed"])
 
     def test_without_the_head_no_gradient_reaches_it(self):
         config = shapes.MODELS["tiny-moe"]
@@ -139,17 +133,7 @@ class StepTest(unittest.TestCase):
         self.assertFalse([name for name in adapted if "mlp.gate." in name or "shared_expert_gate" in name])
         self.assertEqual(any("shared_expert" in name for name in adapted), model == "tiny-moe")
 
-    @parameterized.expand(MIXTURES)
-    def test_each_arm_has_its_experts(self, model):
-        for name, expected in (
-            ("packed", "grouped_mm"),
-            ("ours", "transformers_packed"),
-            ("ours+stock-experts", "grouped_mm"),
-        ):
-            found = arms.make_model(shapes.MODELS[model], name, "cpu")
-            self.assertEqual(found.config._experts_implementation, expected, name)
-
-    @parameterized.expand(["tiny", *MIXTURES])
+    @parameterized.expand(["tiny-moe"])
     @unittest.skipUnless(is_liger_kernel_available(), "needs liger-kernel")
     def test_liger_leaves_the_classes_and_the_experts_unless_asked(self, model):
         config = shapes.MODELS[model]
@@ -158,11 +142,11 @@ class StepTest(unittest.TestCase):
             arms.prepare("cpu")
             layer = arms.make_model(config, name, "cpu").model.layers[0]
             self.assertIn("Liger", layer.input_layernorm.forward.__func__.__qualname__)
-            if model != "tiny":
-                self.assertIn("Liger", layer.mlp.shared_expert.forward.__func__.__qualname__)
-                self.assertEqual("Liger" in layer.mlp.experts.forward.__func__.__qualname__, experts)
+            self.assertIn("Liger", layer.mlp.shared_expert.forward.__func__.__qualname__)
+            self.assertEqual("Liger" in layer.mlp.experts.forward.__func__.__qualname__, experts)
         self.assertEqual(dict(vars(arms.stock_module(config))), before)
 
+    @pytest.mark.slow
     def test_adapters_train_without_the_head(self):
         found = run("--models", "tiny-moe", "--no-head", "--arms", "ours+lora", "ours+stock-experts+lora")
         self.assertEqual(
@@ -170,16 +154,8 @@ class StepTest(unittest.TestCase):
         )
 
     def test_layers_keep_their_pattern(self):
-        found = run("--models", "tiny-next", "--layers", "8", "--arms", "ours")
-        self.assertEqual(found["layers"], 8)
         config = AutoConfig.for_model(**shapes.with_layers(shapes.MODELS["35B-A3B"], 8))
         self.assertEqual([i for i, kind in enumerate(config.layer_types) if kind == "full_attention"], [3, 7])
-
-    def test_only_mixtures_choose_experts(self):
-        self.assertNotIn("ours+stock-experts", arms.default_arms(shapes.MODELS["4B"]))
-        mixture = arms.default_arms(shapes.MODELS["35B-A3B"])
-        self.assertIn("ours+stock-experts", mixture)
-        self.assertIn("ours+graphs", mixture)
 
 
 class ShapesTest(unittest.TestCase):
@@ -199,23 +175,13 @@ class ShapesTest(unittest.TestCase):
         linear = cost.linear * 2048 + cost.quadratic * 4 * 512**2
         self.assertLess(abs(found / linear - 1), 0.05)
 
-    def test_the_head_counts_unless_left_out(self):
-        config = shapes.MODELS["35B-A3B"]
-        head = shapes.model_flops(config, [100]) - shapes.model_flops(config, [100], head=False)
-        self.assertAlmostEqual(head / (3 * 2 * 2048 * 248320 * 100), 1)
-
     @parameterized.expand(
         [
             ("_rows_times_experts", "experts"),
-            ("_gate_up", "experts"),
-            ("_gate_backward_rows", "experts"),
-            ("_combine", "experts"),
             ("void cutlass::device_kernel<GemmUniversal<cutlass::gemm::GroupProblemShape<...>>>", "experts"),
             ("_gate_backward", "norms and gates"),
             ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN", "matmul"),
             ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>", "routing"),
-            ("void at::native::radixSortKVInPlace<-2, -1, 32, 4>", "routing"),
-            ("void at::native::_scatter_gather_elementwise_kernel<128, 8>", "routing"),
             ("void flash::flash_fwd_splitkv_combine_kernel", "attention"),
             ("void at::native::vectorized_elementwise_kernel<4>", "other"),
         ]

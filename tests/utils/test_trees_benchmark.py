@@ -57,12 +57,12 @@ class StepTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trees.json")
             command = ["trees.py", "--model", "tiny", "--scenes", "conversation", "chain", "--shorter", "64"]
-            command += ["--device", "cpu", "--repeats", "1", "--rounds", "2", "--output", str(path)]
+            command += ["--device", "cpu", "--repeats", "1", "--rounds", "1", "--output", str(path)]
             with mock.patch.object(sys, "argv", command), redirect_stdout(io.StringIO()) as printed:
                 trees.main()
             runs = json.loads(path.read_text())["runs"]
         self.assertEqual([run["scene"] for run in runs], ["conversation", "chain"])
-        self.assertEqual([len(run["arms"]["tree"]["seconds"]) for run in runs], [2, 2])
+        self.assertEqual([len(run["arms"]["tree"]["seconds"]) for run in runs], [1, 1])
         self.assertLess(runs[0]["arms"]["tree"]["gradient_error"], 0.05)
         self.assertRegex(printed.getvalue(), r"time, separate over tree: [\d.]+, at least 3.0: (met|missed)")
         self.assertRegex(printed.getvalue(), r"time, tree over separate: [\d.]+, at most 1.02: (met|missed)")

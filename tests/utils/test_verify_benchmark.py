@@ -9,8 +9,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
-from parameterized import parameterized
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import verify
@@ -28,22 +26,15 @@ def main(*arguments: str) -> tuple[int, str]:
 
 
 class VerifyBenchmarkTest(unittest.TestCase):
-    @parameterized.expand([("warm", ["--evaluate"]), ("warm unchecked", ["--lora"])])
-    def test_one_arm(self, arm, options):
+    def test_one_arm(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "run.json")
-            self.assertEqual(main("--arms", arm, "--alone", str(path), *options)[0], 0)
+            self.assertEqual(main("--arms", "warm", "--alone", str(path), "--evaluate")[0], 0)
             found = json.loads(path.read_text())
         self.assertTrue(found["padding_free"])
-        said = [line for line in found["said"] if line.startswith("Verified")]
-        if "unchecked" in arm:
-            self.assertIsNone(found["verify_seconds"])
-            self.assertEqual(said, [])
-        else:
-            self.assertEqual(len(said), 1)
-            self.assertIn("evaluation of", said[0])
-            self.assertLess(0, found["verify_seconds"])
-            self.assertLess(found["verify_seconds"], found["seconds_until_first_step"])
+        (said,) = [line for line in found["said"] if line.startswith("Verified")]
+        self.assertIn("evaluation of", said)
+        self.assertTrue(0 < found["verify_seconds"] < found["seconds_until_first_step"])
 
     def test_arms_share_the_caches_of_the_last_cold_one(self):
         folders, arms = [], ["cold", "warm", "warm unchecked", "cold unchecked"]
@@ -62,11 +53,6 @@ class VerifyBenchmarkTest(unittest.TestCase):
         self.assertIn("planted", printed)
         self.assertEqual([run["arm"] for run in runs], arms)
         self.assertEqual(len(set(folders)), 2)
-
-    def test_the_first_arm_is_cold(self):
-        with self.assertRaises(SystemExit), mock.patch.object(sys, "stderr", io.StringIO()) as printed:
-            main("--arms", "warm")
-        self.assertIn("cold", printed.getvalue())
 
 
 if __name__ == "__main__":
