@@ -16,7 +16,7 @@ from transformers_packed import AuditReport, cli
 from transformers_packed.audit.tiny import tiny_config, tiny_model
 
 
-SHORT = ["--lengths", "20", "1", "30"]
+SHORT = ["--lengths", "9", "1", "12"]
 
 
 def audit(*arguments: str) -> tuple[int, str, str]:
@@ -30,18 +30,15 @@ class AuditCommandTest(unittest.TestCase):
     def test_isolated_with_json_and_picture(self):
         with tempfile.TemporaryDirectory() as folder:
             picture = Path(folder, "audit.png")
-            status, written, stderr = audit("qwen3_5_text", *SHORT, "--json")
-            self.assertEqual((status, stderr), (0, ""))
-            report = AuditReport.from_json(written)
-            self.assertTrue(json.loads(written)["ok"])
-            status, stdout, stderr = audit("qwen3_5_text", *SHORT, "--plot", str(picture))
+            status, written, stderr = audit("qwen3_5_text", *SHORT, "--json", "--plot", str(picture))
             self.assertEqual((status, stderr), (0, ""))
             self.assertEqual(picture.read_bytes()[:4], b"\x89PNG")
-        self.assertEqual(report.lengths, [20, 1, 30])
+        report = AuditReport.from_json(written)
+        self.assertTrue(json.loads(written)["ok"])
+        self.assertEqual(report.lengths, [9, 1, 12])
         self.assertEqual(report.model, "transformers_packed.Qwen3_5ForCausalLM")
-        self.assertTrue(stdout.startswith(report.table()[:40]))
-        self.assertIn("position_ids  isolated  0", stdout)
-        self.assertIn("all           isolated  0", stdout)
+        self.assertIn("position_ids  isolated  0", report.table())
+        self.assertIn("all           isolated  0", report.table())
 
     def test_stock_leaks(self):
         status, stdout, stderr = audit("qwen3_5_text", "--stock", *SHORT)
@@ -64,7 +61,6 @@ class AuditCommandTest(unittest.TestCase):
             status, stdout, _ = audit(folder, *SHORT)
             self.assertEqual(status, 0)
             self.assertIn("transformers_packed.Qwen3_5ForCausalLM: bfloat16", stdout)
-            self.assertEqual(audit(folder, "--stock", *SHORT)[0], 1)
 
     def test_what_cannot_be_audited(self):
         status, _, stderr = audit("bert", *SHORT)
@@ -137,8 +133,8 @@ class AuditReportTest(unittest.TestCase):
         from transformers_packed import audit_model, patch_model
 
         model = tiny_model("qwen3_5_text")
-        before = audit_model(model, lengths=[20, 1, 30])
-        after = audit_model(patch_model(model), lengths=[20, 1, 30], gradients=False)
+        before = audit_model(model, lengths=[5, 1, 6], gradients=False)
+        after = audit_model(patch_model(model), lengths=[5, 1, 6], gradients=False)
         self.assertFalse(before.ok)
         self.assertTrue(after.ok)
         with tempfile.TemporaryDirectory() as folder:

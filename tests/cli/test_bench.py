@@ -69,18 +69,12 @@ class CommandTest(BenchTestCase):
         tiny_config(family).save_pretrained(self.path)
         self.check_both_arms()
 
-    @pytest.mark.slow
     @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
-    def test_both_arms_in_4_bit(self):
-        self.check_both_arms("--lora", "--load-in-4bit")
-
-    @parameterized.expand([(Qwen3_5TextConfig,), (Qwen3NextConfig,)])
-    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
-    def test_both_arms_compute_the_same_weights_in_4_bit(self, config):
+    def test_both_arms_compute_the_same_weights_in_4_bit(self):
         """Also where Transformers keeps experts in the dtype of the model."""
         names = "lora", "float8", "cuda_graphs", "gradient_checkpointing"
         settings = Namespace(load_in_4bit=True, attn=None, weights="float32", **dict.fromkeys(names, False))
-        config = config(**TINY, **(EXPERTS if config is Qwen3NextConfig else {}))
+        config = Qwen3NextConfig(**TINY, **EXPERTS)
         ids, losses = torch.arange(1, 25)[None], []
         for ours in (False, True):
             torch.manual_seed(0)
@@ -92,7 +86,7 @@ class CommandTest(BenchTestCase):
             self.assertGreaterEqual(linear, {"out_proj", "q_proj"})
             self.assertFalse(linear & {"lm_head", "in_proj_a", "in_proj_ba"})
             quantized = sum(type(x).__name__ == "ExpertsIn4bit" for x in model.parameters())
-            self.assertEqual(quantized > 0, ours and config.model_type == "qwen3_next")
+            self.assertEqual(quantized > 0, ours)
         self.assertLess(abs(losses[1] / losses[0] - 1), 1e-5)
 
     def check_both_arms(self, *options):

@@ -16,12 +16,12 @@ from parameterized import parameterized
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from scripts.trainer_arms import TINY
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5TextConfig
 
 from transformers_packed import registered
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.cli import main
-from transformers_packed.cli.checkpoint import load_config, load_weights
+from transformers_packed.cli.checkpoint import load_weights
 
 
 CODE = """
@@ -103,11 +103,6 @@ class OwnCodeTest(unittest.TestCase):
         self.command(*command, "{root}/both", "--trust-remote-code")
         self.assertTrue(self.marker.exists(), "the code cannot run, so that the test proves nothing")
 
-    def test_the_test_can_fail(self):
-        with mock.patch("sys.stdin", io.StringIO("y\n")), contextlib.redirect_stdout(io.StringIO()):
-            AutoTokenizer.from_pretrained(self.root / "tokenizer")
-        self.assertTrue(self.marker.exists())
-
 
 def refusal(kind):
     return kind("a long text", response=mock.Mock(headers={}))
@@ -158,7 +153,7 @@ class UnavailableTest(unittest.TestCase):
         with mock.patch("transformers.utils.hub.hf_hub_download", side_effect=LocalEntryNotFoundError("a long text")):
             self.check(command, "the Hub could not be reached. Check the name and the connection.")
 
-    @parameterized.expand(COMMANDS)
+    @parameterized.expand(["train", "audit"])
     def test_offline(self, command):
         with mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
             self.check(command, "no such model in the cache (HF_HUB_OFFLINE is set). Unset it to download.")
@@ -177,15 +172,6 @@ class UnavailableTest(unittest.TestCase):
     def test_no_name_of_a_model(self, source):
         self.check("train", "the name is not valid on the Hub. Check the path.", source)
 
-    def test_the_cause_is_kept(self):
-        error = LocalEntryNotFoundError("a long text")
-        with (
-            mock.patch("transformers.utils.hub.hf_hub_download", side_effect=error),
-            self.assertRaisesRegex(OSError, "could not be reached") as raised,
-        ):
-            load_config("--model", "nobody/nothing", False)
-        self.assertIs(raised.exception.__cause__.__cause__, error)
-
 
 def run(*arguments):
     """Run a command. Return exit status, standard output and standard error."""
@@ -203,21 +189,13 @@ def renamed(old, new):
 
 
 def reshaped(weights):
-    name = next(
-        name
-        for name in weights
-        if name.endswith("mlp.down_proj.weight") or name.endswith("shared_expert.down_proj.weight")
-    )
+    name = next(name for name in weights if name.endswith(("mlp.down_proj.weight", "shared_expert.down_proj.weight")))
     return {**weights, name: weights[name][:, 1:].contiguous()}
 
 
 # Name, change of the tensors, and what the error has to name.
 BAD_WEIGHTS = [
-    (
-        "of_a_serving_tool",
-        renamed("linear_attn.in_proj", "linear_attn.proj_in"),
-        r"[0-9]+ missing \(.*in_proj.*unexpected \(.*proj_in",
-    ),
+    ("of_a_tool", renamed("attn.in_proj", "attn.proj_in"), r"[0-9]+ missing \(.*in_proj.*unexpected \(.*proj_in"),
     ("one_left_out", without("layers.1.input_layernorm"), r"1 missing \(model.layers.1.input_layernorm.weight\)"),
     ("a_layer_left_out", without("layers.0."), r"[0-9]+ missing \(model.layers.0."),
     ("no_head", without("lm_head"), r"1 missing \(lm_head.weight\)"),
@@ -236,11 +214,8 @@ class WeightsTest(unittest.TestCase):
         (cls.root / "text.jsonl").write_text('{"text": "a"}\n')
         for family in FAMILIES:
             config = tiny_config(family)
-            config.vocab_size, config.num_hidden_layers, config.layer_types = (
-                264,
-                2,
-                ["linear_attention", "full_attention"],
-            )
+            config.vocab_size, config.num_hidden_layers = 264, 2
+            config.layer_types = ["linear_attention", "full_attention"]
             AutoModelForCausalLM.from_config(config).save_pretrained(cls.root / family)
         vision = tiny_config("qwen3_5")
         AutoModelForImageTextToText.from_config(vision).save_pretrained(cls.root / "qwen3_5")
@@ -257,7 +232,7 @@ class WeightsTest(unittest.TestCase):
         finally:
             save_file(weights, path, {"format": "pt"})
 
-    @parameterized.expand([(*bad, family) for bad in BAD_WEIGHTS for family in FAMILIES])
+    @parameterized.expand([(*bad, FAMILIES[n % len(FAMILIES)]) for n, bad in enumerate(BAD_WEIGHTS)])
     def test_commands_stop_before_they_write(self, _, change, message, family):
         output = self.root / "output"
         with self.changed(family, change) as source:
@@ -277,7 +252,7 @@ class WeightsTest(unittest.TestCase):
         with registered():
             return load_weights("--model", str(source), AutoModelForCausalLM, dtype=torch.float32)
 
-    @parameterized.expand([*FAMILIES, "qwen3_5"])
+    @parameterized.expand(["qwen3_5_moe_text", "qwen3_5"])
     def test_weights_that_the_class_leaves_out(self, family):
         with self.changed(family, lambda weights: {**weights, "mtp.layers.0.fc.weight": torch.ones(1)}) as source:
             model, weights = self.load(source), load_file(source / "model.safetensors")
@@ -302,13 +277,6 @@ class WeightsTest(unittest.TestCase):
             self.assertRaisesRegex(
                 ValueError, f"weights that Transformers can convert, got {source}: .*save_pretrained"
             ),
-        ):
-            self.load(source)
-
-    def test_many_keys_are_counted(self):
-        with (
-            self.changed("qwen3_5_text", renamed("model.", "backbone.")) as source,
-            self.assertRaisesRegex(ValueError, r"[0-9]+ missing \([^,]+, [^,]+, [^,]+, [.]{3}\), [0-9]+ unexpected"),
         ):
             self.load(source)
 
@@ -344,7 +312,7 @@ class AdapterTest(unittest.TestCase):
         (cache / "refs" / "main").write_text("0" * 40)
         shutil.copytree(cls.root / "adapter", cache / "snapshots" / ("0" * 40))
 
-    @parameterized.expand([(command, local) for command in COMMANDS for local in (True, False)])
+    @parameterized.expand([*((command, True) for command in COMMANDS), ("train", False), ("audit", False)])
     def test_the_base_model_is_named(self, command, local):
         arguments = [part.format(root=self.root) for part in self.COMMANDS[command]]
         source = self.root / "adapter" if local else "somebody/adapter"

@@ -34,10 +34,8 @@ class MemoryCommandTest(unittest.TestCase):
                 status = stop.code
         return status, stdout.getvalue(), stderr.getvalue()
 
-    @parameterized.expand(["directory", "file"])
-    def test_prints_the_plan(self, source):
-        model = self.path if source == "directory" else self.path / "config.json"
-        options = ("--model", model, "--row-length", 2**20, "--gpu-memory", 80)
+    def test_prints_the_plan(self):
+        options = ("--model", self.path / "config.json", "--row-length", 2**20, "--gpu-memory", 80)
         expected = f"{plan_sequence_parallel(self.config, 2**20, 8, 80).summary()}\n"
         self.assertEqual(self.command("memory", "--gpus", 8, *options), (0, expected, ""))
         for part in ("Smallest P with gradient checkpointing: P = 8", "states in float32", "FSDP2 transfers per GPU"):
@@ -54,31 +52,12 @@ class MemoryCommandTest(unittest.TestCase):
         given = {"optimizer": "flash_adamw_release"}
         expected = f"{plan_sequence_parallel(self.config, 2**14, 1, 80, **given).summary()}\n"
         self.assertEqual(self.command("memory", *options, "--optim", "flash_adamw_release"), (0, expected, ""))
-        # What train refuses too.
-        for more, message in (
-            (
-                ("--gradient-accumulation-steps", 2),
-                "one row per step with flash_adamw_release, got 2 rows. Each backward",
-            ),
-            (("--lora",), "trained weights in bfloat16 with flash_adamw_release, got float32. LoRA adapters are"),
-        ):
-            status, _, stderr = self.command("memory", *options, "--optim", "flash_adamw_release", *more)
-            self.assertEqual(status, 1)
-            self.assertIn(message, stderr)
         status, _, stderr = self.command("memory", *options, "--optim", "adam")
         self.assertEqual(status, 2)
         self.assertIn("invalid choice: 'adam'", stderr)
 
     def test_lora_of_experts(self):
         options = ("--model", self.path, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1, "--lora")
-        for given, message in (
-            ((), "a mixture of experts, with --experts, got qwen3_5_text. Leave --experts out."),
-            (("--lora-rank", 65), "--lora-rank of at most 64 with --experts, got 65. Lower it."),
-        ):
-            status, stdout, stderr = self.command("memory", *options, "--experts", *given)
-            self.assertEqual((status, stdout), (1, ""))
-            self.assertEqual(stderr, f"transformers-packed memory: expected {message}\n")
-            Qwen3_5MoeTextConfig(num_hidden_layers=4).save_pretrained(self.path)
         config = Qwen3_5MoeTextConfig(num_hidden_layers=4)
         config.save_pretrained(self.path)
         options += ("--experts", "--lora-rank", 8, "--load-in-4bit")
@@ -86,7 +65,7 @@ class MemoryCommandTest(unittest.TestCase):
         expected = f"{plan_sequence_parallel(config, 2**14, 1, 80, **given).summary()}\n"
         self.assertEqual(self.command("memory", *options), (0, expected, ""))
 
-    @parameterized.expand([64, 2**12, 2**20])
+    @parameterized.expand([64, 2**20])
     def test_the_memory_that_an_error_names_suffices(self, tokens):
         sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
         Qwen3_5TextConfig(**sizes).save_pretrained(self.path)

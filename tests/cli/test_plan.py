@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pyarrow.parquet
-from common.records import assistant, make_tokenizer, user
+from common.records import make_tokenizer
 from parameterized import parameterized
 from transformers import Qwen3_5TextConfig
 
@@ -56,12 +56,6 @@ class PlanCommandTest(unittest.TestCase):
         for part in (f"{expected.overlong_samples} samples split", "imbalance", "(2 ranks x 3 rows each)"):
             self.assertIn(part, output)
 
-    def test_cutting_is_reported(self):
-        data = self.write(*({"input_ids": [7] * length} for length in (4, 9, 12)))
-        arguments = ["--data", data, "--row-length", 8, "--overlong"]
-        self.assertIn("2 samples truncated, 5 tokens lost", self.command(*arguments, "truncate"))
-        self.assertIn("2 samples dropped, 21 tokens lost", self.command(*arguments, "drop"))
-
     def test_text_and_preview(self):
         data = self.write(*({"text": text} for text in TEXTS))
         arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--row-length", 600]
@@ -87,14 +81,6 @@ class PlanCommandTest(unittest.TestCase):
         self.assertIn(f"|   {text[0] * 5}{text[1]}\n", output)
         self.assertIn(f"|   {text[1] * 3}\n", output)
 
-    def test_samples_are_planned_with_their_whole_length(self):
-        data = self.write({"messages": [user("a" * 50), assistant("b" * 50)]}, {"messages": [user("no answer")]})
-        arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--row-length", 40]
-        message = self.command(*arguments, "--overlong", "error", status=1)
-        self.assertIn("expected samples of at most 40 tokens, got 1 longer ones among 1, the longest", message)
-        self.assertIn("Dropped 1 record without a token with loss", message)
-        self.assertIn('Pass --overlong truncate, "split" or "drop", or raise --row-length.\n', message)
-
     def test_samples_are_cut_by_default(self):
         texts = [{"text": "a" * length} for length in (5, 30)]
         data = self.write(*texts)
@@ -106,11 +92,9 @@ class PlanCommandTest(unittest.TestCase):
 
     def test_picture(self):
         data = self.write(*({"input_ids": [7] * length} for length in range(1, 41)))
-        for name in ("plan.png", "small.png"):
-            plot = self.path / name
-            self.assertIn(f"Wrote {plot}", self.command("--data", data, "--row-length", 50, "--plot", plot))
-            self.assertEqual(plot.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
-            data = self.write({"input_ids": [7]})
+        plot = self.path / "plan.png"
+        self.assertIn(f"Wrote {plot}", self.command("--data", data, "--row-length", 50, "--plot", plot))
+        self.assertEqual(plot.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
 
     def test_cost_and_tokenizer_of_a_model(self):
         config = Qwen3_5TextConfig(hidden_size=64, num_hidden_layers=4)
@@ -147,32 +131,8 @@ class PlanCommandTest(unittest.TestCase):
             ("preview without tokenizer", [{"input_ids": [1]}], ["--preview", 1], "--preview: expected a tokenizer"),
             ("nothing", [], [], "--data: expected at least one record, got none"),
             ("no ids", [{"input_ids": [1]}, {"input_ids": []}], [], r"line 2: expected input_ids as a list"),
-            ("text as ids", [{"input_ids": "abc"}], [], "line 1: expected input_ids as a list"),
-            ("ragged ids", [{"input_ids": [[1], [1, 2]]}], [], "line 1: expected input_ids as a list"),
-            ("no column", [{"input_ids": [1]}, {"text": "a"}], [], "line 2: expected the columns of the first record"),
             ("two formats", [{"input_ids": [1], "text": "a"}], [], "Choose one with --format text or tokens"),
             ("packed", [{"input_ids": [1, 2], "seq_lengths": [1, 1]}], [], "line 1: expected no column seq_lengths"),
-            (
-                "large id",
-                [{"input_ids": [1, 2**31]}],
-                [],
-                "line 1: expected token ids from 0 to 2147483647 in input_ids",
-            ),
-            ("larger id", [{"input_ids": [1, 2**64]}], [], "line 1: expected input_ids as a list"),
-            ("negative id", [{"input_ids": [1, -100]}], [], "in input_ids, got -100. Correct the record.\n"),
-            (
-                "negative label",
-                [{"input_ids": [1], "labels": [-1]}],
-                [],
-                "or -100 in labels, got -1. Correct the record.\n",
-            ),
-            ("no id", [{"input_ids": [1, None]}], [], "line 1: expected input_ids as a list"),
-            (
-                "short",
-                [{"input_ids": [1, 2], "labels": [1]}],
-                [],
-                "line 1: expected labels with the length of input_ids, 2, got 1",
-            ),
             ("another kind of record", [{"input_ids": [1]}, 3], [], "line 2: expected a JSON object"),
         ]
     )
@@ -183,14 +143,6 @@ class PlanCommandTest(unittest.TestCase):
     def test_a_directory_is_no_plan(self):
         with self.assertRaisesRegex(IsADirectoryError, f"expected a file, got the directory {self.path}"):
             plan_packing([1, 2], 4).save(self.path)
-
-    def test_files_that_are_not_there_or_not_parquet(self):
-        broken = self.path / "broken.parquet"
-        message = self.command("--data", broken, "--row-length", 8, status=1)
-        self.assertIn(f"file {broken} not found", message)
-        broken.write_text("text")
-        message = self.command("--data", broken, "--row-length", 8, status=1)
-        self.assertIn("broken.parquet: expected a parquet file", message)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,34 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 from transformers_packed.cli import process
 
 
-# Several commands in one process share the imports, which is where other packages have something to say.
+# Several commands in one process share the imports, which is where other packages have something to say. The last one is
+# interrupted while a thread compiles, whose compiler holds the output of errors.
 SEVERAL = """
-import sys
+import os, subprocess, sys, threading
 from transformers_packed import cli
 
-for command in sys.argv[1:]:
+def start(*config):
+    import torch
+    from transformers_packed.ops.backends import flash_qla_kernels
+
+    started = threading.Event()
+
+    def compile():
+        started.set()
+        # It ends with this process.
+        subprocess.run(["cat"], stdin=os.pipe()[0])
+
+    flash_qla_kernels._GROUPS["row"] = flash_qla_kernels.Kernels(torch.device("cpu"), [compile], [])
+    started.wait()
+
+*commands, last = sys.argv[1:]
+for command in commands:
     sys.argv = ["transformers-packed", *command.split()]
     print(f"{command}: {cli.main()}", flush=True)
+from transformers_packed.cli import finetune
+finetune.start_compiling = start
+sys.argv = ["transformers-packed", *last.split()]
+sys.exit(cli.main())
 """
 # The start of every line of `train --lora`.
 TRAIN = (
@@ -49,55 +69,68 @@ def folder(tmp_path_factory):
     return path
 
 
-def run(folder, *command, **variables):
-    """Run Python with what a user's environment has, whatever the tests set."""
+def start(folder, *command, **variables):
+    """Start Python with what a user's environment has, whatever the tests set."""
     environment = {
         name: value for name, value in os.environ.items() if name not in ("PYTHONWARNINGS", *process._ASKED)
     }
     for name in ("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "TRITON_INTERPRET"):
         environment.pop(name, None)
-    command = [sys.executable, *command]
-    options = {"cwd": folder, "env": environment | variables, "timeout": 200}
-    return subprocess.run(command, capture_output=True, text=True, **options)
+    options = {"cwd": folder, "env": environment | variables, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *command], text=True, **options)
 
 
-def test_only_our_lines(folder):
+def run(folder, *command, **variables):
+    """Return the exit status, and what Python wrote to stdout and stderr."""
+    with start(folder, *command, **variables) as running:
+        stdout, stderr = running.communicate(timeout=200)
+    return running.returncode, stdout, stderr
+
+
+def test_only_our_lines_and_an_interrupt_while_training(folder):
+    """The end does not wait for the thread."""
     train = "train --model model --data chats.jsonl --output adapter --lora"
     quiet = ["doctor --model model", "plan --data chats.jsonl --model model --row-length 64", "env"]
-    quiet += ["audit qwen3_5_text --lengths 3 5", "memory --model model --gpus 2 --gpu-memory 9 --row-length 64"]
-    done = run(folder, "-c", SEVERAL, train, *quiet, "warmup --model model")
-    assert done.returncode == 0
-    error = (
-        r"transformers-packed warmup: expected a CUDA device, [^\n]+\n"
-        if "warmup --model model: 1\n" in done.stdout
-        else ""
-    )
-    assert re.fullmatch(error, done.stderr), done.stderr
-    lines = done.stdout.split(f"{train}: 0\n")[0].splitlines()
-    assert len(lines) == len(TRAIN)
-    assert all(line.startswith(start) for line, start in zip(lines, TRAIN, strict=True)), lines
+    quiet += ["memory --model model --gpus 2 --gpu-memory 9 --row-length 64"]
+    last = "train --model model --data chats.jsonl --output stopped --epochs 1e6 --logging-steps 1"
+    running, lines = start(folder, "-c", SEVERAL, train, *quiet, "warmup --model model", last), []
+    for line in running.stdout:
+        lines.append(line.rstrip("\n"))
+        if line.startswith("step 2/"):
+            break
+    time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    _, stderr = running.communicate(timeout=60)
+    error = ""
+    if "warmup --model model: 1" in lines:
+        error = r"transformers-packed warmup: expected a CUDA device, [^\n]+\n"
+    stop = r"transformers-packed train: interrupted at step \d+; no checkpoint was written, .*\n"
+    assert running.returncode == 130
+    assert re.fullmatch(error + stop, stderr), stderr
+    first = lines[: lines.index(f"{train}: 0")]
+    assert len(first) == len(TRAIN)
+    assert all(line.startswith(start) for line, start in zip(first, TRAIN, strict=True)), first
     # All other commands print nothing but their report, so a line of a package would name it.
-    assert all(f"{command}: 0\n" in done.stdout for command in quiet), done.stdout
-    assert not re.search("torchao|bitsandbytes|deprecated|Warning|site-packages", done.stdout)
+    assert all(f"{command}: 0" in lines for command in quiet), lines
+    assert not re.search("torchao|bitsandbytes|deprecated|Warning|site-packages", "\n".join(lines))
 
 
 @pytest.mark.slow
 def test_processes_of_bench_print_nothing(folder):
-    done = run(
-        folder, "-m", "transformers_packed.cli", "bench", "--model", "model", "--row-length=32", "--seconds=0.01"
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [line.split(" ")[0] for line in done.stdout.splitlines() if line] == [
+    command = ("bench", "--model", "model", "--row-length=32", "--seconds=0.01")
+    status, stdout, stderr = run(folder, "-m", "transformers_packed.cli", *command)
+    assert (status, stderr) == (0, "")
+    assert [line.split(" ")[0] for line in stdout.splitlines() if line] == [
         *("qwen3_5_text", "arm", "padded,", "packed,", "Speed,", "Memory,", "Relative")
     ]
 
 
 @pytest.mark.slow
 def test_processes_of_demo_print_only_our_lines(folder):
-    done = run(folder, "-m", "transformers_packed.cli", "demo", "--samples=40", "--steps=2")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not re.search("torchao|bitsandbytes|deprecated|Warning|site-packages|\r", done.stdout)
-    assert "training, packed: step 2/2, loss " in done.stdout
+    status, stdout, stderr = run(folder, "-m", "transformers_packed.cli", "demo", "--samples=40", "--steps=2")
+    assert (status, stderr) == (0, "")
+    assert not re.search("torchao|bitsandbytes|deprecated|Warning|site-packages|\r", stdout)
+    assert "training, packed: step 2/2, loss " in stdout
 
 
 WARN = """
@@ -115,15 +148,14 @@ warnings.warn("deprecated")
 
 
 def test_what_is_silent(folder):
-    done = run(folder, "-c", WARN)
-    assert done.stderr.splitlines() == [
+    assert run(folder, "-c", WARN)[2].splitlines() == [
         "other fails",
         "transformers_packed.models warns",
         "transformers_packed.models fails",
     ]
     # Who asks for warnings gets them.
     for variables in ({"PYTHONWARNINGS": "default"}, {"TRANSFORMERS_VERBOSITY": "info"}):
-        assert "other warns" in run(folder, "-c", WARN, **variables).stderr
+        assert "other warns" in run(folder, "-c", WARN, **variables)[2]
 
 
 # An interrupt where Python only reports an exception: in a `__del__`.
@@ -146,22 +178,7 @@ sys.exit(main())
 
 
 def test_an_interrupt_while_torch_is_imported(folder):
-    done = run(folder, "-c", IMPORTING, "doctor")
-    assert (done.returncode, done.stderr) == (130, "transformers-packed doctor: interrupted\n")
-
-
-def test_an_interrupt_while_training(folder):
-    command = ["train", "--model=model", "--data=chats.jsonl", "--output=stopped", "--epochs=1e6", "--logging-steps=1"]
-    command = [sys.executable, "-m", "transformers_packed.cli", *command]
-    running = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in running.stdout:
-        if line.startswith("step 2/"):
-            break
-    time.sleep(0.1)
-    running.send_signal(signal.SIGINT)
-    _, stderr = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert re.fullmatch(r"transformers-packed train: interrupted at step \d+; no checkpoint was written, .*\n", stderr)
+    assert run(folder, "-c", IMPORTING, "doctor")[::2] == (130, "transformers-packed doctor: interrupted\n")
 
 
 WITHOUT_TORCH = """
@@ -173,60 +190,8 @@ sys.exit(main())
 """
 
 
-# `train` stops while a thread compiles and its compiler holds the output of errors, with the error of the second argument.
-COMPILING = """
-import builtins, os, signal, subprocess, sys, threading
-import torch
-from transformers_packed import cli
-from transformers_packed.cli import finetune
-from transformers_packed.ops.backends import flash_qla_kernels
-
-def start(*config):
-    started = threading.Event()
-
-    def compile():
-        started.set()
-        # It ends with this process.
-        subprocess.run(["cat"], stdin=os.pipe()[0])
-
-    flash_qla_kernels._GROUPS["row"] = flash_qla_kernels.Kernels(torch.device("cpu"), [compile], [])
-    started.wait()
-
-def load(*args):
-    if error == "Ctrl-C":
-        signal.raise_signal(signal.SIGINT)
-    raise getattr(builtins, error)("while a thread compiles")
-
-error = sys.argv.pop()
-finetune.start_compiling, finetune.load_model = start, load
-sys.exit(cli.main())
-"""
-
-
-@pytest.mark.parametrize(
-    "error, status, line",
-    [
-        pytest.param("ValueError", 1, "transformers-packed train: while a thread compiles", marks=pytest.mark.slow),
-        pytest.param("RuntimeError", 1, "RuntimeError: while a thread compiles", marks=pytest.mark.slow),
-        pytest.param(
-            "KeyboardInterrupt",
-            130,
-            "transformers-packed train: interrupted while a thread compiles",
-            marks=pytest.mark.slow,
-        ),
-        ("Ctrl-C", 130, "transformers-packed train: interrupted"),
-    ],
-)
-def test_the_end_does_not_wait_for_threads_that_compile(folder, error, status, line):
-    command = ("train", "--model=model", "--data=chats.jsonl", "--output=ended", error)
-    found = run(folder, "-c", COMPILING, *command)
-    assert (found.returncode, found.stderr.splitlines()[-1:]) == (status, [line]), found.stderr
-
-
 def test_an_occupied_folder_is_refused_without_torch(folder):
-    done = run(folder, "-c", WITHOUT_TORCH, "train", "--model=model", "--data=chats.jsonl", "--output=model")
-    assert done.returncode == 1
-    assert done.stderr.startswith("transformers-packed train: --output: expected a new or empty directory"), (
-        done.stderr
-    )
-    assert done.stdout == ""
+    command = ("train", "--model=model", "--data=chats.jsonl", "--output=model")
+    status, stdout, stderr = run(folder, "-c", WITHOUT_TORCH, *command)
+    assert (status, stdout) == (1, "")
+    assert stderr.startswith("transformers-packed train: --output: expected a new or empty directory"), stderr

@@ -4,8 +4,6 @@ import contextlib
 import io
 import tempfile
 import unittest
-from argparse import Namespace
-from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -14,13 +12,11 @@ from common.families import tiny_config
 from mixins.patch import OTHERS
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS, EXPERTS, TINY
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from transformers import LlamaConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from transformers_packed.cli import main
-from transformers_packed.cli.finetune import load_model
 from transformers_packed.cli.options import LONGEST_SAMPLE, parsers
 from transformers_packed.models import float8
-from transformers_packed.models.families import SIZED
 from transformers_packed.ops import compilations as records
 from transformers_packed.ops.compilations import Compilation
 from transformers_packed.training import warm_up as module
@@ -99,31 +95,8 @@ class WarmupCommandTest(unittest.TestCase):
         adapters = [name for name, _ in model.named_parameters() if "experts" in name and "lora_A" in name]
         self.assertEqual(len(adapters), 2 * model.config.num_hidden_layers)
 
-    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
-    # bitsandbytes would pack the weights of small layers anew for inference on some CPUs, which fails.
-    @mock.patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
-    def test_base_weights_in_4_bit(self):
-        """Of the types that `train` has."""
-        Qwen3_5MoeTextConfig(**TINY, **EXPERTS).save_pretrained(self.path)
-        options = "--lora", "--experts", "--load-in-4bit", "--row-length", 24, "--max-documents", 2
-        status, _, stderr = self.command(*options)
-        self.assertEqual(status, 0, stderr)
-        ((model, _, _),) = self.calls
-        with tempfile.TemporaryDirectory() as folder:
-            AutoModelForCausalLM.from_config(model.config).save_pretrained(folder)
-            settings = Namespace(lora=True, lora_rank=16, experts=True, load_in_4bit=True, attn=None)
-            trained = load_model(folder, settings, torch.float32)
-        for found in (lambda x: x.named_modules(), lambda x: x.named_parameters(), lambda x: x.named_buffers()):
-            ours, theirs = ({name: type(x) for name, x in found(one)} for one in (model, trained))
-            self.assertEqual(ours, theirs)
-        ours, theirs = ({n: (x.dtype, x.requires_grad) for n, x in one.named_parameters()} for one in (model, trained))
-        self.assertEqual(ours, theirs)
-        self.assertIn("ExpertsIn4bit", {type(x).__name__ for x in model.parameters()})
-
     @parameterized.expand(
         [
-            ([], 3, torch.float32, 0),
-            (["--weights", "bfloat16"], 3, torch.bfloat16, 0),
             (["--lora", "--lora-rank", 4, "--dtype", "bfloat16"], 3, torch.bfloat16, 0),
             (["--float8", "--gradient-checkpointing"], 5, torch.float32, 3),
         ]
@@ -151,12 +124,6 @@ class WarmupCommandTest(unittest.TestCase):
         [
             (["--row-length", 1], 2, "--row-length: expected a whole number of at least 2, got '1'"),
             (["--row-length", 24, "--max-documents", 0], 2, "--max-documents: expected a whole number of at least 1"),
-            (["--row-length", 24, "--data", "x"], 2, "unrecognized arguments: --data"),
-            (
-                ["--row-length", 24, "--model", "missing"],
-                1,
-                "--model: expected a local directory or a model on the Hub",
-            ),
         ]
     )
     def test_wrong_arguments(self, arguments, expected, part):
@@ -188,14 +155,13 @@ class WarmupCommandTest(unittest.TestCase):
         self.assertEqual(stderr.splitlines()[-1], last)
 
     def test_other_families_of_this_package(self):
-        others = [family.name for family in SIZED if family.name in OTHERS]
-        for name in ("qwen3_next", "qwen3_next_moe", *others):
+        for name in ("qwen3_next_moe", *({"kimi_linear"} & {*OTHERS})):
             CONFIGS[name]().save_pretrained(self.path)
             # FlashQLA has no kernels for Kimi delta attention.
             with mock.patch.object(module.flash_qla, "start_compiling", return_value=None) as started:
                 status, _, stderr = self.command("--row-length", 24, "--max-documents", 2)
             self.assertEqual(status, 0, stderr)
-            self.assertEqual(started.called, name not in ("kimi_linear", "bailing_hybrid"))
+            self.assertEqual(started.called, name != "kimi_linear")
 
     def test_layers_with_and_without_experts(self):
         """One of each kind, although the mixtures of the model come late."""
