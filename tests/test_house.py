@@ -169,24 +169,6 @@ class HouseTest(unittest.TestCase):
         found = {(name, function) for name, tree in _files() for function in _changes_of_others(tree)}
         self.assertEqual(found, CHANGES)
 
-    def test_a_change_is_found(self):
-        for line in (
-            "knobs.listener = x",
-            "del AUTO['a']",
-            "AUTO['a'] += x",
-            "AUTO.register('a', x)",
-            "setattr(cls, name, x)",
-            "delattr(cls, name)",
-            "vars(module).update(x=1)",
-            "vars(module)['x'] = 1",
-        ):
-            with self.subTest(line):
-                code = f"from transformers import AUTO, knobs\ndef change(cls, module, name, x):\n    {line}"
-                self.assertEqual(list(_changes_of_others(ast.parse(code))), ["change"])
-        for line in ("self.x = 1", "setattr(self, name, x)", "vars(self).update(x=1)", "AUTO.get('a')"):
-            code = f"from transformers import AUTO\ndef change(self, name, x):\n    {line}"
-            self.assertEqual(list(_changes_of_others(ast.parse(code))), [], line)
-
     @unittest.skipUnless(importlib.util.find_spec("importlinter"), "needs import-linter")
     def test_the_contract_fails_on_an_upward_import(self):
         with tempfile.TemporaryDirectory() as folder:

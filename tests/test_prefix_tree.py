@@ -95,13 +95,6 @@ class PiecesTest(unittest.TestCase):
             second = [[*range(100), *document] for document in first] + [[*range(100), 99]]
             self.assertEqual(len(pieces_of(second)) - 3, 1 + shared)
 
-    def test_order(self):
-        """Shared beginnings come first, then documents alone, then the documents of each beginning."""
-        a, b = [*range(100)], [*range(200, 300)]
-        documents = [[*b, 1], [900], [*a, 2], [*b, 3], [901], [*a, 4]]
-        self.assertEqual([piece.document for piece in pieces_of(documents)], [0, 2, 1, 4, 0, 3, 2, 5])
-        self.assertEqual([piece.parent for piece in pieces_of(documents)], [-1, -1, -1, -1, 0, 0, 1, 1])
-
     def test_a_conversation_with_branches(self):
         """The turns follow each other, and then all branches."""
         turns = [*range(3000)]
@@ -110,11 +103,6 @@ class PiecesTest(unittest.TestCase):
         self.assertEqual([piece.end for piece in pieces[:1499]], [*range(2, 3000, 2)])
         self.assertEqual([piece.parent for piece in pieces[:1499]], [*range(-1, 1498)])
         self.assertEqual(sum(piece.end - piece.begin for piece in pieces), 3000 + 1500)
-
-    def test_other_tokens(self):
-        self.assertEqual(prefix_pieces([]), [])
-        tokens = np.arange(-40, 60, dtype=np.int32)
-        self.assertEqual([piece.end for piece in prefix_pieces([tokens, tokens, tokens[:1]])], [99, 1, 100, 100])
 
 
 if __name__ == "__main__":

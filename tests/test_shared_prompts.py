@@ -59,13 +59,6 @@ class PathsTest(unittest.TestCase):
     def test_number_of_levels(self, _, parent_of, levels):
         self.assertEqual(len(paths_of(parent_of)), levels)
 
-    def test_lengths_of_trees(self):
-        row = SharedPrompts.of(SequenceBoundaries.from_lengths([3, 2, 1, 4, 5, 6, 7]), [-1, 0, -1, 1, -1, 4, 1])
-        self.assertEqual(row.tree_lengths, [3 + 2 + 4 + 7, 1, 5 + 6])
-
-    def test_order_of_groups(self):
-        self.assertEqual(level_order([-1, 0, 0, -1, 3, 3]), [0, 3, 1, 2, 4, 5])
-
     def test_a_row_in_this_order_is_not_moved(self):
         lengths = SequenceBoundaries.from_lengths([3, 2, 1, 4, 2, 2])
         for parent_of, moves in (([-1, -1, 0, 0, 1, 1], False), ([-1, 0, 0, -1, 3, 3], True)):

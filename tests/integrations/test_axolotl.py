@@ -323,47 +323,11 @@ class AxolotlTest(unittest.TestCase):
             self.assert_same(stock, train("padded", stock=True, **PADDED))
         self.assertGreater(abs(stock[0][0] - train("padded", stock=True, **PADDED)[0][0]), 0.01)
 
-    def test_several_rows_in_a_batch_and_no_attention_implementation(self):
-        padded = train("padded6", stock=True, **PADDED | {"micro_batch_size": 6, "save_steps": STEPS // 2})
-        for name, attention in (("rows", "sdpa"), ("rows_with_mask", None)):
-            options = {"micro_batch_size": 2, "save_steps": STEPS // 2, "attn_implementation": attention}
-            self.assert_same(train(name, (NAME,), **PACKED | options), padded, STEPS // 2)
-
     def test_lora_beside_the_kernels_that_axolotl_turns_on(self):
         packed = train("lora", ("changes.Lora", NAME), **PACKED | LORA)
         self.assertIn("Qwen3_5Attention.forward of axolotl.monkeypatch.lora_kernels is not used", packed[3])
         self.assertGreater(len(packed[2]), 20)
         self.assert_same(packed, train("lora_padded", stock=True, **PADDED | LORA))
-
-    def test_an_option_that_is_refused(self):
-        with self.assertRaisesRegex(RuntimeError, "got use_pose: True. Remove use_pose"):
-            train("pose", (NAME,), **PACKED, use_pose=True, pose_max_context_len=128)
-
-    @parameterized.expand(
-        [
-            (
-                "axolotl.monkeypatch.models.qwen3_5.fused_attn",
-                "patch_qwen3_5_fused_attn",
-                (),
-                "Qwen3_5Attention",
-                "fused_attn_kernel: false",
-            ),
-            (
-                "axolotl.integrations.liger.models.qwen3_5",
-                "apply_liger_kernel_to_qwen3_5",
-                (False, True),
-                "Qwen3_5ForCausalLM",
-                "liger_fused_linear_cross_entropy: false",
-            ),
-        ]
-    )
-    def test_changes_that_are_refused(self, module, change, arguments, name, option):
-        cls = getattr(builtin, name)
-        with mock.patch.object(cls, "forward", cls.forward):
-            model = tiny_model("qwen3_5_text")
-            getattr(import_module(module), change)(*arguments)
-            with self.assertRaisesRegex(ValueError, f"got {name}.forward of .*. Set {option}."):
-                PackedPlugin().post_model_build(Cfg(), model)
 
     def test_the_flash_linear_attention_of_axolotl(self):
         # `conftest.py` hides the package in this process.
