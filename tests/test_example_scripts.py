@@ -55,9 +55,7 @@ SCRIPTS = {
 
 class ExamplesTest(unittest.TestCase):
     def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.directory = Path(directory.name)
+        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
     def test_none_is_left_out(self):
         self.assertEqual({path.stem for path in EXAMPLES.glob("*.py")} - {"common"}, set(SCRIPTS))
@@ -145,7 +143,3 @@ class ExamplesTest(unittest.TestCase):
         self.assertEqual(status, 130)
         self.assertTrue(stderr.endswith("\nInterrupted.\n"), stderr)
         self.assertNotIn("Traceback", stderr)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -41,7 +41,3 @@ class QuickstartTest(unittest.TestCase):
         links = [part.partition(")")[0] for part in text.split("](")[1:]]
         self.assertTrue(links)
         self.assertEqual([link for link in links if not (EXAMPLES / link).is_file()], [])
-
-
-if __name__ == "__main__":
-    unittest.main()

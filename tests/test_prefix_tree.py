@@ -103,7 +103,3 @@ class PiecesTest(unittest.TestCase):
         self.assertEqual([piece.end for piece in pieces[:1499]], [*range(2, 3000, 2)])
         self.assertEqual([piece.parent for piece in pieces[:1499]], [*range(-1, 1498)])
         self.assertEqual(sum(piece.end - piece.begin for piece in pieces), 3000 + 1500)
-
-
-if __name__ == "__main__":
-    unittest.main()

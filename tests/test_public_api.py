@@ -51,7 +51,3 @@ class PublicApiTest(unittest.TestCase):
         folder = os.path.dirname(transformers_packed.__file__)
         names = {name.removesuffix(".py") for name in os.listdir(folder) if not name.startswith(("_", "py.typed"))}
         self.assertEqual({name for name in names if hasattr(transformers_packed, name)}, names)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -29,7 +29,3 @@ class ChatsTest(unittest.TestCase):
         self.assertTrue(any(len(chat) > 4 for chat in chats))
         self.assertTrue(any(chat[0]["role"] == "system" for chat in chats))
         self.assertEqual(len({str(chat) for chat in chats}), len(chats))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -92,7 +92,3 @@ class RunsTest(unittest.TestCase):
         row = SharedPrompts.of(SequenceBoundaries.from_lengths([2, 9, 1, 9, 1, 1]), [-1, -1, 0, -1, 2, 4])
         self.assertEqual(row.layout.tails(3).rows.tolist(), [0, 0, 1, 0, 1, 11])
         self.assertEqual(row.layout.tails(1).rows.tolist(), [1, 11])
-
-
-if __name__ == "__main__":
-    unittest.main()

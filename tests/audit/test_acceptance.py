@@ -119,7 +119,3 @@ class AcceptanceTest(unittest.TestCase):
         model = make_model()
         model.set_attn_implementation("flex_attention")
         self.assertRaisesRegex(ValueError, "takes a mask", mtp_acceptance, model, [{"input_ids": [1, 2]}], steps=2)
-
-
-if __name__ == "__main__":
-    unittest.main()

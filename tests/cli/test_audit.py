@@ -1,7 +1,5 @@
 """`transformers-packed audit`, and the output of its report."""
 
-import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -10,9 +8,10 @@ import unittest
 from pathlib import Path
 
 import pytest
+from common.commands import run_command
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 
-from transformers_packed import AuditReport, cli
+from transformers_packed import AuditReport
 from transformers_packed.audit.tiny import tiny_config, tiny_model
 
 
@@ -20,31 +19,31 @@ SHORT = ["--lengths", "9", "1", "12"]
 
 
 def audit(*arguments: str) -> tuple[int, str, str]:
-    """Run the command in this process, where conftest.py hides GPU packages. Return exit status, stdout and stderr."""
-    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.redirect_stderr(io.StringIO()) as stderr:
-        status = cli.main(["audit", *arguments])
-    return status, stdout.getvalue(), stderr.getvalue()
+    return run_command("audit", *arguments)
 
 
 class AuditCommandTest(unittest.TestCase):
-    def test_isolated_with_json_and_picture(self):
-        with tempfile.TemporaryDirectory() as folder:
-            picture = Path(folder, "audit.png")
-            status, written, stderr = audit("qwen3_5_text", *SHORT, "--json", "--plot", str(picture))
-            self.assertEqual((status, stderr), (0, ""))
-            self.assertEqual(picture.read_bytes()[:4], b"\x89PNG")
-        report = AuditReport.from_json(written)
+    def test_before_and_after_with_json_and_pictures(self):
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        picture, both = folder / "audit.png", folder / "both.svg"
+        status, written, stderr = audit("qwen3_5_text", *SHORT, "--json", "--plot", str(picture))
+        self.assertEqual((status, stderr), (0, ""))
+        self.assertEqual(picture.read_bytes()[:4], b"\x89PNG")
         self.assertTrue(json.loads(written)["ok"])
-        self.assertEqual(report.lengths, [9, 1, 12])
-        self.assertEqual(report.model, "transformers_packed.Qwen3_5ForCausalLM")
-        self.assertIn("position_ids  isolated  0", report.table())
-        self.assertIn("all           isolated  0", report.table())
-
-    def test_stock_leaks(self):
-        status, stdout, stderr = audit("qwen3_5_text", "--stock", *SHORT)
+        after = AuditReport.from_json(written)
+        self.assertEqual((after.ok, after.lengths), (True, [9, 1, 12]))
+        self.assertEqual(after.model, "transformers_packed.Qwen3_5ForCausalLM")
+        self.assertIn("position_ids  isolated  0", after.table())
+        self.assertIn("all           isolated  0", after.table())
+        status, written, stderr = audit("qwen3_5_text", "--stock", *SHORT, "--json")
         self.assertEqual((status, stderr), (1, ""))
-        self.assertIn("transformers.Qwen3_5ForCausalLM: float32", stdout)
-        self.assertIn("in model.layers.0.linear_attn (Qwen3_5GatedDeltaNet): ", stdout)
+        before = AuditReport.from_json(written)
+        self.assertIn("transformers.Qwen3_5ForCausalLM: float32", before.table())
+        self.assertIn("in model.layers.0.linear_attn (Qwen3_5GatedDeltaNet): ", before.table())
+        before.plot(both, after, titles=["before it", "after it"])
+        self.assertIn("<svg", both.read_text())
+        with self.assertRaisesRegex(ValueError, "expected 2 titles"):
+            before.plot(both, after, titles=["one"])
 
     def test_options(self):
         options = ("--dtype", "bfloat16", "--attn", "eager", "--inputs", "seq_idx", "--device", "cpu", "--seed", "3")
@@ -128,18 +127,3 @@ class AuditReportTest(unittest.TestCase):
         for text in ("", "[]", "{}", '{"ok": true, "sources": {"all": 1}}'):
             with self.assertRaisesRegex(ValueError, "expected the text"):
                 AuditReport.from_json(text)
-
-    def test_plot_before_and_after(self):
-        from transformers_packed import audit_model, patch_model
-
-        model = tiny_model("qwen3_5_text")
-        before = audit_model(model, lengths=[5, 1, 6], gradients=False)
-        after = audit_model(patch_model(model), lengths=[5, 1, 6], gradients=False)
-        self.assertFalse(before.ok)
-        self.assertTrue(after.ok)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "both.svg")
-            before.plot(path, after, titles=["before it", "after it"])
-            self.assertIn("<svg", path.read_text())
-            with self.assertRaisesRegex(ValueError, "expected 2 titles"):
-                before.plot(path, after, titles=["one"])

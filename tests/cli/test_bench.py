@@ -1,7 +1,5 @@
 """`transformers-packed bench`: both arms compute the same documents, and the report follows from their results."""
 
-import contextlib
-import io
 import json
 import os
 import subprocess
@@ -14,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from common.commands import run_command
 from common.families import tiny_config
 from common.processes import EXPERTS, run_cli_module
 from mixins.patch import OTHERS
@@ -21,7 +20,7 @@ from parameterized import parameterized
 from scripts.trainer_arms import TINY
 from transformers import Qwen3_5TextConfig, Qwen3NextConfig
 
-from transformers_packed.cli import arms, bench_arm, main
+from transformers_packed.cli import arms, bench_arm
 from transformers_packed.cli.bench import choose_lengths
 from transformers_packed.cli.finetune import untrained_model
 from transformers_packed.models.families import SIZED
@@ -44,15 +43,7 @@ class BenchTestCase(unittest.TestCase):
 
     def command(self, *arguments):
         """Return the exit status, and the output to stdout and stderr."""
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as stdout,
-            contextlib.redirect_stderr(io.StringIO()) as stderr,
-        ):
-            try:
-                status = main(["bench", "--model", str(self.path), *map(str, arguments)])
-            except SystemExit as stop:
-                status = stop.code
-        return status, stdout.getvalue(), stderr.getvalue()
+        return run_command("bench", "--model", self.path, *arguments)
 
 
 class CommandTest(BenchTestCase):
@@ -241,7 +232,3 @@ class DocumentsTest(BenchTestCase):
         )
         # The first token of each document has no target.
         self.assertEqual((row["labels"] != -100).sum(), sum(map(len, documents)) - len(documents))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from common.commands import run_command
 from common.records import make_tokenizer
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from parameterized import parameterized
@@ -20,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen
 
 from transformers_packed import registered
 from transformers_packed.audit.tiny import tiny_config
-from transformers_packed.cli import main
 from transformers_packed.cli.checkpoint import load_weights
 
 
@@ -40,9 +40,7 @@ GPUS = ["--gpus", "8", "--gpu-memory", "80"]
 
 class OwnCodeTest(unittest.TestCase):
     def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.root = Path(directory.name)
+        self.root = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.marker = self.root / "ran"
         (self.root / "text.jsonl").write_text('{"text": "a"}\n')
         (self.root / "ids.jsonl").write_text('{"input_ids": [1]}\n')
@@ -62,13 +60,9 @@ class OwnCodeTest(unittest.TestCase):
 
     def command(self, *arguments):
         """Return exit status and standard error, with yes to every question."""
-        arguments = [argument.format(root=self.root) for argument in arguments]
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()) as stderr,
-            mock.patch("sys.stdin", io.StringIO("y\n" * 20)),
-        ):
-            return main(arguments), stderr.getvalue()
+        with mock.patch("sys.stdin", io.StringIO("y\n" * 20)):
+            status, _, err = run_command(*(argument.format(root=self.root) for argument in arguments))
+        return status, err
 
     @parameterized.expand(
         [
@@ -121,28 +115,20 @@ COMMANDS = {
 
 class UnavailableTest(unittest.TestCase):
     def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.root = Path(directory.name)
+        self.root = Path(self.enterContext(tempfile.TemporaryDirectory()))
         (self.root / "text.jsonl").write_text('{"text": "a"}\n')
-        online = mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        online.start()
-        self.addCleanup(online.stop)
+        self.enterContext(mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", False))
 
     def check(self, command, reason, source="nobody/nothing"):
         """The command prints a single line with the `reason` and fails."""
         arguments = [part.format(root=self.root).replace("nobody/nothing", source) for part in COMMANDS[command]]
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as stdout,
-            contextlib.redirect_stderr(io.StringIO()) as stderr,
-        ):
-            status = main(arguments)
+        status, out, err = run_command(*arguments)
         printed = f"Loading {source} ...\n" if command == "train" else ""
-        self.assertEqual((status, stdout.getvalue()), (2 if command == "audit" else 1, printed))
+        self.assertEqual((status, out), (2 if command == "audit" else 1, printed))
         option = {"tokenizer": "--tokenizer", "audit": "MODEL_OR_TYPE"}.get(command, "--model")
         kinds = f"{'a model type, ' * (command == 'audit')}a local directory or a model on the Hub"
         self.assertEqual(
-            stderr.getvalue(),
+            err,
             f"transformers-packed {arguments[0]}: {option}: expected {kinds}, got {source!r}: no such local directory, "
             f"and {reason}\n",
         )
@@ -173,13 +159,6 @@ class UnavailableTest(unittest.TestCase):
         self.check("train", "the name is not valid on the Hub. Check the path.", source)
 
 
-def run(*arguments):
-    """Run a command. Return exit status, standard output and standard error."""
-    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.redirect_stderr(io.StringIO()) as stderr:
-        status = main([str(argument) for argument in arguments])
-    return status, stdout.getvalue(), stderr.getvalue()
-
-
 def without(part):
     return lambda weights: {name: x for name, x in weights.items() if part not in name}
 
@@ -208,9 +187,7 @@ FAMILIES = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 class WeightsTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        directory = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(directory.cleanup)
-        cls.root = Path(directory.name)
+        cls.root = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
         (cls.root / "text.jsonl").write_text('{"text": "a"}\n')
         for family in FAMILIES:
             config = tiny_config(family)
@@ -236,8 +213,8 @@ class WeightsTest(unittest.TestCase):
     def test_commands_stop_before_they_write(self, _, change, message, family):
         output = self.root / "output"
         with self.changed(family, change) as source:
-            train = run("train", "--model", source, "--data", self.root / "text.jsonl", "--output", output)
-            audit = run("audit", source, "--lengths", "5", "5")
+            train = run_command("train", "--model", source, "--data", self.root / "text.jsonl", "--output", output)
+            audit = run_command("audit", source, "--lengths", "5", "5")
         for option, expected, (status, _, err) in (("--model", 1, train), ("MODEL_OR_TYPE", 2, audit)):
             self.assertEqual(status, expected, err)
             last = err.splitlines()[-1]
@@ -294,9 +271,7 @@ class AdapterTest(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls):
-        directory = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(directory.cleanup)
-        cls.root = Path(directory.name)
+        cls.root = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
         (cls.root / "text.jsonl").write_text('{"text": "a"}\n')
         (cls.root / "ids.jsonl").write_text('{"input_ids": [1]}\n')
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
@@ -321,7 +296,7 @@ class AdapterTest(unittest.TestCase):
             mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
             mock.patch("transformers_packed.training.warm_up.compiles_kernels", lambda device: True),
         ):
-            status, _, err = run(*arguments, source)
+            status, _, err = run_command(*arguments, source)
         self.assertEqual(status, 2 if command == "audit" else 1)
         option = "MODEL_OR_TYPE" if command == "audit" else "--model"
         self.assertRegex(

@@ -1,7 +1,6 @@
 """`transformers-packed doctor` on machines and models of all kinds. Verifiers see tensors that claim to be on a GPU."""
 
 import contextlib
-import io
 import json
 import tempfile
 import unittest
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from common.commands import run_command
 from common.families import tiny_config
 from common.sizes import SIZES
 from parameterized import parameterized
@@ -19,7 +19,7 @@ from scripts.trainer_arms import TINY
 from transformers import BertConfig, PreTrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, ViTConfig
 
 from transformers_packed import SequenceBoundaries
-from transformers_packed.cli import diagnosis, env, main
+from transformers_packed.cli import diagnosis, env
 from transformers_packed.ops import dense_attention, example
 from transformers_packed.ops.backends import fla, flash_qla, triton
 
@@ -62,10 +62,7 @@ def gpu(capability=(9, 0), missing=(), flash_qla_problem="", triton_problem=""):
 
 
 def doctor(*arguments):
-    """Return the exit status, and the output to stdout and stderr."""
-    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.redirect_stderr(io.StringIO()) as stderr:
-        status = main(["doctor", *map(str, arguments)])
-    return status, stdout.getvalue(), stderr.getvalue()
+    return run_command("doctor", *arguments)
 
 
 def sections(text: str) -> dict[str, list[str]]:
@@ -148,12 +145,8 @@ class MachineTest(unittest.TestCase):
 
 class ModelTest(unittest.TestCase):
     def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.folder = Path(directory.name)
-        patcher = mock.patch.object(diagnosis.shutil, "which", lambda name: None)
-        patcher.start()
-        self.addCleanup(patcher.stop)
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.enterContext(mock.patch.object(diagnosis.shutil, "which", lambda name: None))
 
     def doctor(self, config: PreTrainedConfig, *arguments):
         """Run the command on a folder with only a configuration."""
@@ -328,7 +321,3 @@ class ModelTest(unittest.TestCase):
             self.assertEqual({finding["level"] for finding in found["findings"]} - {"warning"}, {"note"})
         refused = {"implementation": "flash_qla", "reason": "needs head dimensions of 128, not 8 and 8"}
         self.assertEqual(found["ops"]["gated_delta_rule"], {"runs": "fla", "refused": [refused]})
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -46,7 +46,3 @@ class EnvironmentTest(unittest.TestCase):
         packages = {"kernels": ("torch", "no-such-package")}
         with mock.patch.object(environment, "PACKAGES", packages):
             self.assertIn("no-such-package missing", environment.describe_environment())
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,43 +1,27 @@
 """`transformers-packed memory`."""
 
-import contextlib
-import io
 import tempfile
 import unittest
 from pathlib import Path
 
+from common.commands import run_command
 from common.sizes import SIZES
 from parameterized import parameterized
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
-from transformers_packed.cli import main
 from transformers_packed.data.planning.memory import plan_sequence_parallel
 
 
 class MemoryCommandTest(unittest.TestCase):
     def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.path = Path(directory.name)
+        self.path = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.config = Qwen3_5TextConfig(**SIZES["4B"])
         self.config.save_pretrained(self.path)
-
-    def command(self, *arguments):
-        """Return the exit status, and the output to stdout and stderr."""
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as stdout,
-            contextlib.redirect_stderr(io.StringIO()) as stderr,
-        ):
-            try:
-                status = main([*map(str, arguments)])
-            except SystemExit as stop:
-                status = stop.code
-        return status, stdout.getvalue(), stderr.getvalue()
 
     def test_prints_the_plan(self):
         options = ("--model", self.path / "config.json", "--row-length", 2**20, "--gpu-memory", 80)
         expected = f"{plan_sequence_parallel(self.config, 2**20, 8, 80).summary()}\n"
-        self.assertEqual(self.command("memory", "--gpus", 8, *options), (0, expected, ""))
+        self.assertEqual(run_command("memory", "--gpus", 8, *options), (0, expected, ""))
         for part in ("Smallest P with gradient checkpointing: P = 8", "states in float32", "FSDP2 transfers per GPU"):
             self.assertIn(part, expected)
 
@@ -45,14 +29,14 @@ class MemoryCommandTest(unittest.TestCase):
         options = ("--model", self.path, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1)
         for given, rank in (((), 0), (("--lora",), 16), (("--lora", "--lora-rank", 8), 8)):
             expected = f"{plan_sequence_parallel(self.config, 2**14, 1, 80, lora_rank=rank).summary()}\n"
-            self.assertEqual(self.command("memory", *options, *given), (0, expected, ""))
+            self.assertEqual(run_command("memory", *options, *given), (0, expected, ""))
 
     def test_an_optimizer(self):
         options = ("--model", self.path, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1)
         given = {"optimizer": "flash_adamw_release"}
         expected = f"{plan_sequence_parallel(self.config, 2**14, 1, 80, **given).summary()}\n"
-        self.assertEqual(self.command("memory", *options, "--optim", "flash_adamw_release"), (0, expected, ""))
-        status, _, stderr = self.command("memory", *options, "--optim", "adam")
+        self.assertEqual(run_command("memory", *options, "--optim", "flash_adamw_release"), (0, expected, ""))
+        status, _, stderr = run_command("memory", *options, "--optim", "adam")
         self.assertEqual(status, 2)
         self.assertIn("invalid choice: 'adam'", stderr)
 
@@ -63,18 +47,18 @@ class MemoryCommandTest(unittest.TestCase):
         options += ("--experts", "--lora-rank", 8, "--load-in-4bit")
         given = {"lora_rank": 8, "lora_experts": True, "load_in_4bit": True}
         expected = f"{plan_sequence_parallel(config, 2**14, 1, 80, **given).summary()}\n"
-        self.assertEqual(self.command("memory", *options), (0, expected, ""))
+        self.assertEqual(run_command("memory", *options), (0, expected, ""))
 
     @parameterized.expand([64, 2**20])
     def test_the_memory_that_an_error_names_suffices(self, tokens):
         sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
         Qwen3_5TextConfig(**sizes).save_pretrained(self.path)
         options = ("memory", "--model", self.path, "--row-length", tokens, "--gpus", 1, "--gpu-memory")
-        status, _, stderr = self.command(*options, 1e-6)
+        status, _, stderr = run_command(*options, 1e-6)
         self.assertEqual(status, 1)
         least = float(stderr.partition("expected at least ")[2].split()[0].replace(",", ""))
-        self.assertEqual(self.command(*options, least)[0], 0)
-        self.assertEqual(self.command(*options, 0.8 * least)[0], 1)
+        self.assertEqual(run_command(*options, least)[0], 0)
+        self.assertEqual(run_command(*options, 0.8 * least)[0], 1)
 
     def test_what_cannot_be_is_an_error(self):
         gpus = ("--row-length", 2**20, "--gpus", 2)
@@ -87,9 +71,9 @@ class MemoryCommandTest(unittest.TestCase):
             ((*fits, "--seed", 3), 2, "unrecognized arguments: --seed"),
             ((*fits, "--data", "x"), 2, "unrecognized arguments: --data"),
         ):
-            status, stdout, stderr = self.command("memory", *arguments)
+            status, stdout, stderr = run_command("memory", *arguments)
             self.assertEqual((status, stdout), (expected, ""), stderr)
             self.assertIn(part, stderr)
         arguments = ("plan", "--data", "x", "--row-length", 9, "--weights", "float32")
-        self.assertIn("unrecognized arguments: --weights", self.command(*arguments)[2])
-        self.assertIn("arguments are required: --data", self.command("plan", "--row-length", 9)[2])
+        self.assertIn("unrecognized arguments: --weights", run_command(*arguments)[2])
+        self.assertIn("arguments are required: --data", run_command("plan", "--row-length", 9)[2])

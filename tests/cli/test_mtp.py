@@ -1,7 +1,5 @@
 """The head of multi-token prediction on the command line: `train --mtp`, `train --mtp-only` and `mtp`."""
 
-import contextlib
-import io
 import json
 import re
 import shutil
@@ -11,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from common.commands import run_command
 from common.records import THINKING, make_tokenizer
 from parameterized import parameterized
 from safetensors.torch import load_file
@@ -18,7 +17,7 @@ from scripts.trainer_arms import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 from transformers.trainer_callback import CallbackHandler
 
-from transformers_packed import add_mtp, cli, mtp_acceptance, patch_model, registered
+from transformers_packed import add_mtp, mtp_acceptance, patch_model, registered
 from transformers_packed.cli import finetune
 from transformers_packed.data.records.samples import make_samples, read_records
 
@@ -27,14 +26,6 @@ SIZES = {**TINY, "vocab_size": 264, "eos_token_id": 1}
 WORDS = "the quick brown fox jumps over a lazy dog".split()
 # The log of a step.
 STEP = r"^step \d/\d, epoch [0-9.]+: loss ([0-9.]+), mtp loss ([0-9.]+), [0-9.]+% accepted, [0-9,]+ tokens/s"
-
-
-def run(*arguments):
-    """Run a command. Return its status, its output and its errors."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = cli.main([str(argument) for argument in arguments])
-    return status, out.getvalue(), err.getvalue()
 
 
 class CommandTest(unittest.TestCase):
@@ -78,7 +69,7 @@ class CommandTest(unittest.TestCase):
 class TrainTest(CommandTest):
     def train(self, *arguments, model="model", output=None):
         where = "--model", self.root / model, "--data", self.data, "--output", output or self.output
-        return run("train", *where, "--learning-rate=0.01", "--logging-steps=1", *arguments)
+        return run_command("train", *where, "--learning-rate=0.01", "--logging-steps=1", *arguments)
 
     def test_with_the_model(self):
         status, out, err = self.train("--mtp", "--max-steps=2")
@@ -113,7 +104,7 @@ class TrainTest(CommandTest):
         self.assertFalse(torch.equal(head["mtp.fc.weight"], before["mtp.fc.weight"]))
         self.assertFalse([x for x in self.weights(self.output, "adapter_model.safetensors") if "mtp" in x])
         # The folder is no model, and a merge must not lose the head.
-        status, _, err = run("mtp", "--model", self.output, "--data", self.data)
+        status, _, err = run_command("mtp", "--model", self.output, "--data", self.data)
         self.assertEqual(status, 1)
         self.assertIn("Before merge_and_unload, load its trained head: add_mtp(model, adapter).", err)
 
@@ -163,9 +154,9 @@ class TrainTest(CommandTest):
         status, _, err = self.train("--mtp-only", "--lora")
         self.assertEqual(status, 1)
         self.assertIn("train: --mtp-only: expected --mtp-only without --lora, got both. Adapters would not be", err)
-        with self.assertRaises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as stderr:
-            cli.main(["train", "--model=m", "--data=d", "--output=o", "--mtp", "--mtp-only"])
-        self.assertIn("--mtp-only: not allowed with argument --mtp", stderr.getvalue())
+        status, _, err = self.train("--mtp", "--mtp-only")
+        self.assertEqual(status, 2)
+        self.assertIn("--mtp-only: not allowed with argument --mtp", err)
 
     def test_the_head_is_looked_for_when_the_weights_are_loaded(self):
         """Before, those of a model on the Hub are not in the cache."""
@@ -179,7 +170,7 @@ class TrainTest(CommandTest):
 
 class MtpTest(CommandTest):
     def mtp(self, *arguments, model="model", data=None):
-        return run("mtp", "--model", self.root / model, "--data", data or self.data, *arguments)
+        return run_command("mtp", "--model", self.root / model, "--data", data or self.data, *arguments)
 
     def expected(self, steps, records=12):
         with registered():
@@ -221,7 +212,3 @@ class MtpTest(CommandTest):
         self.assertEqual(status, 1)
         self.assertRegex(err, f"^transformers-packed mtp: --model: expected .*{words}")
         self.assertEqual(len(err.splitlines()), 1, err)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,5 +1,3 @@
-import contextlib
-import io
 import json
 import tempfile
 import unittest
@@ -8,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+from common.commands import run_command
 from common.records import make_tokenizer
 from parameterized import parameterized
 from transformers import Qwen3_5TextConfig
 
 from transformers_packed import PackingCost, PackingPlan, plan_packing
-from transformers_packed.cli import main
 
 
 TEXTS = ["def f():\n\treturn 1", "a\x1b[31m red", "long " * 100, "é💡"]
@@ -21,9 +19,7 @@ TEXTS = ["def f():\n\treturn 1", "a\x1b[31m red", "long " * 100, "é💡"]
 
 class PlanCommandTest(unittest.TestCase):
     def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.path = Path(directory.name)
+        self.path = Path(self.enterContext(tempfile.TemporaryDirectory()))
         make_tokenizer().save_pretrained(self.path / "tokenizer")
 
     def write(self, *rows, name="data.jsonl"):
@@ -36,12 +32,9 @@ class PlanCommandTest(unittest.TestCase):
 
     def command(self, *arguments, status=0):
         """Return the output to stdout, or to stderr if the command fails."""
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as stdout,
-            contextlib.redirect_stderr(io.StringIO()) as stderr,
-        ):
-            self.assertEqual(main(["plan", *map(str, arguments)]), status, stderr.getvalue())
-        return stderr.getvalue() if status else stdout.getvalue()
+        found, out, err = run_command("plan", *arguments)
+        self.assertEqual(found, status, err)
+        return err if status else out
 
     @parameterized.expand(["data.jsonl", "data.parquet"])
     def test_tokenized_data(self, name):
@@ -143,7 +136,3 @@ class PlanCommandTest(unittest.TestCase):
     def test_a_directory_is_no_plan(self):
         with self.assertRaisesRegex(IsADirectoryError, f"expected a file, got the directory {self.path}"):
             plan_packing([1, 2], 4).save(self.path)
-
-
-if __name__ == "__main__":
-    unittest.main()

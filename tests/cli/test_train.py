@@ -1,5 +1,4 @@
 import contextlib
-import io
 import json
 import re
 import resource
@@ -14,6 +13,7 @@ from unittest import mock
 
 import torch
 from common import pages
+from common.commands import run_command
 from common.families import tiny_config
 from common.optimizers import flashoptim
 from common.processes import EXPERTS, run_processes
@@ -39,7 +39,7 @@ from transformers import (
 )
 from transformers.trainer_callback import CallbackHandler
 
-from transformers_packed import DataCollatorWithFlattening, PackingPlan, cli
+from transformers_packed import DataCollatorWithFlattening, PackingPlan
 from transformers_packed.cli import finetune, run_folder
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8
@@ -80,19 +80,14 @@ BAD_FILES = [
 
 
 def train_here(model, data, output, *arguments):
-    """Run the command in this process, which may be one of several. Return its status and both outputs."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = cli.main(["train", "--model", model, "--data", data, "--output", output, *arguments])
-    return status, out.getvalue(), err.getvalue()
+    """Run the command in one of several processes."""
+    return run_command("train", "--model", model, "--data", data, "--output", output, *arguments)
 
 
 class CommandTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        directory = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(directory.cleanup)
-        cls.root = Path(directory.name)
+        cls.root = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
         set_seed(0)
         cls.tokenizer = cls.save("model", AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**TEXT_CONFIG)))
         words = "the quick brown fox jumps over a lazy dog".split()
@@ -115,15 +110,13 @@ class CommandTest(unittest.TestCase):
         self.save("mixture", AutoModelForCausalLM.from_config(config))
 
     def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.directory = Path(directory.name)
+        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.output = self.directory / "new" / "output"
         self.trainers, self.batches = [], []
         # Clear implementations recorded by other tests in this process.
         dispatch._used.clear()
 
-    def run_command(self, *arguments, model="model", data=None, output=None):
+    def train(self, *arguments, model="model", data=None, output=None):
         """Return status, standard output and error. `self.trainers` gets the Trainer, `self.batches` its samples."""
 
         def make_trainer(*args, **kwargs):
@@ -144,19 +137,15 @@ class CommandTest(unittest.TestCase):
         call, begin = DataCollatorWithFlattening.__call__, CallbackHandler.on_epoch_begin
         command = ["train", "--model", self.root / model, "--data", data or self.root / "pairs.jsonl"]
         command += ["--output", output or self.output, *arguments]
-        out, err = io.StringIO(), io.StringIO()
         with (
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
             mock.patch.object(finetune, "make_trainer", make_trainer),
             mock.patch.object(DataCollatorWithFlattening, "__call__", collate),
             mock.patch.object(CallbackHandler, "on_epoch_begin", on_epoch_begin),
         ):
-            status = cli.main([str(argument) for argument in command])
-        return status, out.getvalue(), err.getvalue()
+            return run_command(*command)
 
     def check_error(self, message, *arguments, **where):
-        status, _, err = self.run_command(*arguments, **where)
+        status, _, err = self.train(*arguments, **where)
         self.assertEqual(status, 1)
         self.assertRegex(err, message)
         self.assertEqual(len(err.splitlines()), 1, err)
@@ -175,7 +164,7 @@ class CommandTest(unittest.TestCase):
     def test_byte_order_mark_and_blank_lines(self):
         path = self.directory / "data.jsonl"
         path.write_bytes(b"\xef\xbb\xbf" + GOOD_TEXT + b"\r\n" + GOOD_TEXT)
-        status, out, err = self.run_command("--max-steps=1", "--no-cuda-graphs", data=path)
+        status, out, err = self.train("--max-steps=1", "--no-cuda-graphs", data=path)
         self.assertEqual(status, 0, err)
         self.assertIn("2 samples (text) with 4 tokens, 2 of them targets", out)
         self.assertIn("\n1 step, rows of up to 8 samples, 1 per step, ", out)
@@ -185,7 +174,7 @@ class CommandTest(unittest.TestCase):
         return [type(x) for x in self.trainers[0].callback_handler.callbacks].count(warm_up.GraphsCallback)
 
     def test_the_lines_of_a_run(self):
-        status, out, err = self.run_command("--max-steps=3", "--batch-size=2", "--logging-steps=1")
+        status, out, err = self.train("--max-steps=3", "--batch-size=2", "--logging-steps=1")
         self.assertEqual((status, err), (0, ""))
         self.assertTrue(out.startswith(f"Loading {self.root / 'model'} ...\n"), out)
         self.assertEqual(self.graphs(), 1)
@@ -227,18 +216,17 @@ class CommandTest(unittest.TestCase):
         saved, model = self.directory / "plan.npz", self.root / "model"
         options = ["--row-length=30", "--gradient-accumulation-steps=2", "--seed=3"]
         command = ["plan", "--data", str(self.root / "pairs.jsonl"), "--model", str(model), *options]
-        with contextlib.redirect_stdout(io.StringIO()):
-            self.assertEqual(cli.main([*command, "--save", str(saved)]), 0)
-        status, out, err = self.run_command(*options)
+        self.assertEqual(run_command(*command, "--save", saved)[0], 0)
+        status, out, err = self.train(*options)
         self.assertEqual(status, 0, err)
         planned, trained = PackingPlan.load(saved), self.trainers[0].train_dataset.plan
         for row in range(len(planned)):
             self.assertEqual([x.tolist() for x in trained.row(row)], [x.tolist() for x in planned.row(row)])
         self.assertEqual((len(trained), trained.cost), (len(planned), planned.cost))
         self.assertIn(f"{len(planned) // 2} steps, rows of up to 30 tokens, 2 per step", out)
-        with self.assertRaises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as stderr:
-            cli.main(["train", "--model=m", "--data=d", "--output=o", *options, "--batch-size=2"])
-        self.assertIn("--batch-size: not allowed with argument --row-length", stderr.getvalue())
+        self.assertIn(
+            "--batch-size: not allowed with argument --row-length", self.train(*options, "--batch-size=2")[2]
+        )
 
     def test_the_compiler_starts_after_the_checks_and_before_the_weights(self):
         calls, empty = [], self.directory / "empty.jsonl"
@@ -251,7 +239,7 @@ class CommandTest(unittest.TestCase):
         ):
             self.check_error("--data: expected at least one record", data=empty)
             self.assertEqual(calls, [])
-            status, _, err = self.run_command("--max-steps", 1)
+            status, _, err = self.train("--max-steps", 1)
         self.assertEqual(status, 0, err)
         (config, device, dtype), loaded = calls
         self.assertEqual((config.model_type, device.type, dtype), ("qwen3_5_text", "cpu", torch.float32))
@@ -317,9 +305,7 @@ class CommandTest(unittest.TestCase):
             ("--lora-rank", "4"),
             ("--every-n-layers", "2"),
         ):
-            with self.assertRaises(SystemExit) as exit, contextlib.redirect_stderr(io.StringIO()):
-                self.run_command(flag, value)
-            self.assertEqual(exit.exception.code, 2)
+            self.assertEqual(self.train(flag, value)[0], 2)
 
     def test_a_release_without_the_options_of_checkpointing(self):
         with mock.patch.object(finetune, "can_select_checkpoints", lambda: False):
@@ -361,7 +347,7 @@ class CommandTest(unittest.TestCase):
         arguments = ["--batch-size=3", "--gradient-accumulation-steps=2", "--epochs=2", "--learning-rate=0.01"]
         options = ["--offload", "--every-n-layers=2", "--keep-attention"] if can_select_checkpoints() else []
         with mock.patch.object(finetune, "TrainingArguments", wraps=finetune.TrainingArguments) as given:
-            status, out, err = self.run_command(*arguments, "--logging-steps=1", "--gradient-checkpointing", *options)
+            status, out, err = self.train(*arguments, "--logging-steps=1", "--gradient-checkpointing", *options)
         kwargs = given.call_args.kwargs[f"{checkpointing_argument()}_kwargs"]
         selected = {"offload": True, "every_n_layers": 2, "keep_attention": True} if options else {}
         self.assertEqual(kwargs, {"use_reentrant": False} | selected)
@@ -430,14 +416,14 @@ class CommandTest(unittest.TestCase):
         self.save("composite", model)
         command = ["--max-steps=2", "--batch-size=2", "--learning-rate=0.01", "--save-steps=1"]
         whole = self.directory / "whole"
-        status, out, err = self.run_command(*command, model="composite", output=whole)
+        status, out, err = self.train(*command, model="composite", output=whole)
         self.assertEqual(status, 0, err)
         self.assertIn("Qwen3_5ForCausalLM from Qwen3_5Config, only its language model: ", out)
         name = "embed_tokens.weight"
         trained = self.trainers[0].model.model.state_dict()[name]
         self.assertLess((trained - model.model.language_model.state_dict()[name]).abs().max(), 0.05)
         self.assertEqual(self.interrupted(*command, steps=1, model="composite")[0], 130)
-        status, out, err = self.run_command(*command, "--resume", model="composite")
+        status, out, err = self.train(*command, "--resume", model="composite")
         self.assertEqual(status, 0, err)
         self.assertIn(f"Resuming from {self.output}/checkpoint-1.", out)
         self.check_same_weights(whole, self.output)
@@ -460,7 +446,7 @@ class CommandTest(unittest.TestCase):
             data, output = self.directory / f"{name}.jsonl", self.directory / name
             data.write_text("".join(json.dumps({"messages": [system, *some]}) + "\n" for some in conversations))
             arguments = ["--max-steps=2", "--logging-steps=1", *options]
-            status, out, err = self.run_command(*arguments, data=data, output=output)
+            status, out, err = self.train(*arguments, data=data, output=output)
             self.assertEqual(status, 0, err)
             self.assertIn("of them targets; 0 truncated", out)
             losses.append([log["loss"] for log in self.trainers[-1].state.log_history if "loss" in log])
@@ -487,7 +473,7 @@ class CommandTest(unittest.TestCase):
         command = ["--lora", "--lora-rank=4", "--max-steps=3", "--learning-rate=0.05"]
         for given in ([], ["--experts"]):
             output = self.directory / "".join(["output", *given])
-            status, out, err = self.run_command(*command, *given, model="mixture", output=output)
+            status, out, err = self.train(*command, *given, model="mixture", output=output)
             self.assertEqual(status, 0, err)
             self.assertIn(f"ForCausalLM with LoRA{', on experts too,' * len(given)} from ", out)
             adapter = load_file(output / "adapter_model.safetensors")
@@ -543,7 +529,7 @@ class CommandTest(unittest.TestCase):
             "--logging-steps=1",
             *given,
         ]
-        status, out, err = self.run_command(*command, model=family)
+        status, out, err = self.train(*command, model=family)
         self.assertEqual(status, 0, err)
         trainer, stock = self.trainers[0], AutoModelForCausalLM.from_pretrained(self.root / family)
         base = trainer.model.get_base_model() if given else trainer.model
@@ -580,7 +566,7 @@ class CommandTest(unittest.TestCase):
         adapters = []
         for given in ([], ["--load-in-4bit"]):
             output = self.directory / "".join(["output", *given])
-            status, out, err = self.run_command(*command, *given, model="mixture", output=output)
+            status, out, err = self.train(*command, *given, model="mixture", output=output)
             self.assertEqual(status, 0, err)
             adapters.append(load_file(output / "adapter_model.safetensors"))
         said = "ForCausalLM with LoRA, on experts too, in 4 bit, from .*: [1-9][0-9,]* of [0-9,]* parameters"
@@ -616,7 +602,7 @@ class CommandTest(unittest.TestCase):
         config = Qwen3_5MoeConfig(text_config={**TEXT_CONFIG, **EXPERTS}, vision_config=vision)
         self.save("whole_mixture", AutoModelForImageTextToText.from_config(config))
         command = ["--lora", "--experts", "--lora-rank=4", "--max-steps=3", "--learning-rate=0.05"]
-        status, _, err = self.run_command(*command, model="whole_mixture")
+        status, _, err = self.train(*command, model="whole_mixture")
         self.assertEqual(status, 0, err)
         (block,) = (block for block in pages.blocks(LORA_PAGE.read_text()) if "language_model" in block.code)
         shutil.copytree(self.output, self.directory / "adapter")
@@ -643,14 +629,12 @@ class CommandTest(unittest.TestCase):
             (["--experts"], "--experts needs --lora: without it, experts are trained as all parameters are"),
             (["--load-in-4bit"], "--load-in-4bit needs --lora: weights in 4 bit are not trained"),
         ):
-            with self.assertRaises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as stderr:
-                cli.main(["train", "--model=m", "--data=d", "--output=o", *given])
-            self.assertIn(message, stderr.getvalue())
+            self.assertIn(message, self.train(*given)[2])
 
     def test_float8(self):
         self.save("deep", AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**DEEP_CONFIG)))
         with mock.patch.object(float8, "_LEAST_WORK", 0):
-            status, out, err = self.run_command("--float8", "--max-steps=1", "--lora", model="deep")
+            status, out, err = self.train("--float8", "--max-steps=1", "--lora", model="deep")
         self.assertEqual(status, 0, err)
         self.assertIn("linear_float8_lora", dispatch.implementations_used())
 
@@ -666,7 +650,7 @@ class CommandTest(unittest.TestCase):
         lines = [json.dumps({"messages": row}) + "\n" for row in [*rows, *rows]]
         (source / "train.jsonl").write_text("".join(lines))
         with mock.patch("datasets.config.HF_DATASETS_CACHE", self.directory / "cache"):
-            status, out, err = self.run_command("--split=train[:50%]", "--max-steps=1", data=source)
+            status, out, err = self.train("--split=train[:50%]", "--max-steps=1", data=source)
             self.assertEqual(status, 0, err)
             self.assertIn("2 samples (messages)", out)
             want = make_samples(records(*({"messages": row} for row in rows)), self.tokenizer, 99).data
@@ -674,7 +658,7 @@ class CommandTest(unittest.TestCase):
                 self.assertEqual(got["input_ids"].tolist(), sample["input_ids"].tolist())
                 self.assertEqual(got["labels"].tolist(), sample["labels"].tolist())
             output = self.directory / "other"
-            status, _, err = self.run_command("--split=test", data=source, output=output)
+            status, _, err = self.train("--split=test", data=source, output=output)
             self.assertEqual((status, output.exists()), (1, False))
             self.assertRegex(err, "a dataset with the split 'test', got .*Unknown split")
 
@@ -693,7 +677,7 @@ class CommandTest(unittest.TestCase):
             self.save_mixture()
         command = [*arguments, "--max-steps=4", "--batch-size=2", "--learning-rate=0.02", "--warmup-steps=2"]
         whole = self.directory / "whole"
-        self.assertEqual(self.run_command(*command, output=whole, **where)[0], 0)
+        self.assertEqual(self.train(*command, output=whole, **where)[0], 0)
         command += ["--save-steps=2"]
         status, _, err = self.interrupted(*command, steps=3, **where)
         self.assertEqual(status, 130)
@@ -702,7 +686,7 @@ class CommandTest(unittest.TestCase):
         # The files of a run that is killed while it writes a checkpoint.
         (self.output / "checkpoint-4").mkdir()
         (self.output / "checkpoint-4" / "trainer_state.json").write_text('{"epoch": 1')
-        status, out, err = self.run_command(*command, "--resume", **where)
+        status, out, err = self.train(*command, "--resume", **where)
         self.assertEqual(status, 0, err)
         self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
         self.assertEqual(self.trainers[-1].state.global_step, 4)
@@ -721,7 +705,7 @@ class CommandTest(unittest.TestCase):
             ([*command, "--resume", "--optim=paged_adamw_8bit"], "got --optim paged_adamw_8bit instead of adamw"),
             ([*command[1:], "--resume"], "got no --lora"),
         ):
-            status, _, err = self.run_command(*given)
+            status, _, err = self.train(*given)
             self.assertEqual(status, 1)
             self.assertRegex(err, message)
 
@@ -735,7 +719,7 @@ class CommandTest(unittest.TestCase):
             return original(handler, args, state, control)
 
         with mock.patch.object(CallbackHandler, "on_step_begin", on_step_begin):
-            return self.run_command(*command, **where)
+            return self.train(*command, **where)
 
     def check_same_weights(self, one, other):
         name = "adapter_model.safetensors" if (one / "adapter_config.json").exists() else "model.safetensors"
@@ -747,7 +731,7 @@ class CommandTest(unittest.TestCase):
     def test_resume_before_the_first_checkpoint_and_after_the_end(self):
         command = ["--max-steps=2", "--learning-rate=0.02"]
         whole = self.directory / "whole"
-        self.assertEqual(self.run_command(*command, "--resume", output=whole)[0], 0)
+        self.assertEqual(self.train(*command, "--resume", output=whole)[0], 0)
         status, _, err = self.interrupted(*command, steps=1)
         self.assertEqual(status, 130)
         self.assertEqual(
@@ -755,11 +739,11 @@ class CommandTest(unittest.TestCase):
             "transformers-packed train: interrupted at step 1; no checkpoint was written, so the same command starts "
             "from the beginning\n",
         )
-        status, out, err = self.run_command(*command, "--resume")
+        status, out, err = self.train(*command, "--resume")
         self.assertEqual(status, 0, err)
         self.assertIn(f"No checkpoint in {self.output} yet: starting from the beginning.\n", out)
         self.check_same_weights(whole, self.output)
-        status, _, err = self.run_command(*command, "--resume")
+        status, _, err = self.train(*command, "--resume")
         self.assertEqual(status, 1)
         self.assertRegex(err, "an unfinished run, or a run with checkpoints, got a finished run")
 
@@ -767,14 +751,14 @@ class CommandTest(unittest.TestCase):
         """The folder then holds only the settings, and perhaps an incomplete checkpoint."""
         command = ["--max-steps=2", "--learning-rate=0.02"]
         whole = self.directory / "whole"
-        self.assertEqual(self.run_command(*command, output=whole)[0], 0)
+        self.assertEqual(self.train(*command, output=whole)[0], 0)
         self.assertEqual(self.interrupted(*command, steps=1)[0], 130)
         settings = self.output / run_folder.SETTINGS_FILE
         before = settings.read_bytes()
 
         other = self.output / "notes.txt"
         other.write_text("x")
-        status, _, err = self.run_command(*command)
+        status, _, err = self.train(*command)
         self.assertEqual(status, 1)
         self.assertRegex(
             err, "a new or empty directory, got .*/output, which holds other files [(]notes.txt[)]. Remove them"
@@ -783,14 +767,14 @@ class CommandTest(unittest.TestCase):
         other.unlink()
 
         (self.output / "partial" / "checkpoint-2").mkdir(parents=True)
-        status, out, err = self.run_command(*command)
+        status, out, err = self.train(*command)
         self.assertEqual(status, 0, err)
         self.assertIn(f"The earlier run in {self.output} wrote no checkpoint: starting over.\n", out)
-        self.assertNotIn("starting over", self.run_command(*command, output=self.directory / "first")[1])
+        self.assertNotIn("starting over", self.train(*command, output=self.directory / "first")[1])
         self.check_same_weights(whole, self.output)
         self.assertFalse((self.output / "partial").exists())
 
-        status, _, err = self.run_command(*command)
+        status, _, err = self.train(*command)
         self.assertEqual(status, 1)
         self.assertRegex(err, "which holds a finished run. Choose another --output.")
 
@@ -820,10 +804,10 @@ class CommandTest(unittest.TestCase):
     def test_a_full_disk_while_a_checkpoint_is_written(self):
         command = ["--max-steps=5", "--learning-rate=0.02", "--batch-size=2"]
         whole = self.directory / "whole"
-        self.assertEqual(self.run_command(*command, output=whole)[0], 0)
+        self.assertEqual(self.train(*command, output=whole)[0], 0)
         command += ["--save-steps=2"]
         with self.small_disk("_save_optimizer_and_scheduler", 20_000, after=1):
-            status, _, err = self.run_command(*command)
+            status, _, err = self.train(*command)
         self.assertEqual(status, 1)
         self.assertEqual(len(err.splitlines()), 1, err)
         self.assertRegex(
@@ -831,7 +815,7 @@ class CommandTest(unittest.TestCase):
         )
         self.assertIn(f"; {self.output}/checkpoint-2 is complete; --resume continues from it", err)
         self.check_nothing_partial("checkpoint-2")
-        status, out, err = self.run_command(*command, "--resume")
+        status, out, err = self.train(*command, "--resume")
         self.assertEqual(status, 0, err)
         self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
         self.check_same_weights(whole, self.output)
@@ -839,18 +823,18 @@ class CommandTest(unittest.TestCase):
     def test_a_full_disk_while_the_model_is_written(self):
         command = ["--max-steps=3", "--learning-rate=0.02", "--batch-size=2", "--save-steps=2"]
         with self.small_disk("save_model", 20_000, after=2):
-            status, _, err = self.run_command(*command)
+            status, _, err = self.train(*command)
         self.assertEqual(status, 1)
         self.assertEqual(len(err.splitlines()), 1, err)
         self.assertRegex(err, "the model cannot be written to .*checkpoint-3 is complete; --resume continues from it")
         self.check_nothing_partial("checkpoint-2", "checkpoint-3")
-        status, out, err = self.run_command(*command, "--resume")
+        status, out, err = self.train(*command, "--resume")
         self.assertEqual(status, 0, err)
         self.assertIn("No steps left to train.", out)
         saved = load_file(self.output / "model.safetensors")
         # If saving fails, the existing model is kept.
         with self.small_disk("save_model", 20_000):
-            self.assertEqual(self.run_command(*command, "--resume")[0], 1)
+            self.assertEqual(self.train(*command, "--resume")[0], 1)
         self.assertEqual(load_file(self.output / "model.safetensors").keys(), saved.keys())
         AutoModelForCausalLM.from_pretrained(self.output)
 
@@ -861,13 +845,13 @@ class CommandTest(unittest.TestCase):
             damaged = Path(shutil.copytree(self.output, self.directory / name))
             for path in damaged.glob(f"checkpoint-*/{name}"):
                 path.write_bytes(path.read_bytes()[:-50])
-            status, _, err = self.run_command(*command, "--resume", output=damaged)
+            status, _, err = self.train(*command, "--resume", output=damaged)
             self.assertEqual(status, 1)
             wrong = [f"{damaged}/checkpoint-{n}, which is incomplete or damaged [(]{name}: [^;]+[)]" for n in (4, 2)]
             wrong = f"--resume: .* got {'; '.join(wrong)}. Restore it, or delete it"
             self.assertRegex(err, f"^transformers-packed train: {wrong}")
         (self.output / "checkpoint-4" / "model.safetensors").unlink()
-        status, out, err = self.run_command(*command, "--resume")
+        status, out, err = self.train(*command, "--resume")
         self.assertEqual(status, 0, err)
         self.assertRegex(out, "Skipped .*/checkpoint-4, which is incomplete or damaged [(]no weights[)][.]")
         self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
@@ -881,7 +865,7 @@ class CommandTest(unittest.TestCase):
         if find_spec(optimizer.package) is None:
             self.skipTest(f"needs {optimizer.package}")
         with self.assertNoLogs("transformers_packed.training.callbacks.weights", "WARNING"):
-            status, out, err = self.run_command("--max-steps=1", "--optim", name)
+            status, out, err = self.train("--max-steps=1", "--optim", name)
         self.assertEqual(status, 0, err)
         self.assertEqual("The first step compiles" in out, optimizer.package == "torchao")
         trainer, dtype = self.trainers[-1], getattr(torch, optimizer.weights)
@@ -898,7 +882,7 @@ class CommandTest(unittest.TestCase):
                 released.append(all(x.grad is None for x in model.parameters()))
 
         with self.flash(), mock.patch.object(finetune, "_Progress", lambda *given: Gone()):
-            status, _, err = self.run_command("--max-steps=2", "--optim=flash_adamw_release", "--learning-rate=0.01")
+            status, _, err = self.train("--max-steps=2", "--optim=flash_adamw_release", "--learning-rate=0.01")
         self.assertEqual((status, err), (0, ""))
         self.assertEqual(released, [True, True])
         trainer = self.trainers[-1]
@@ -943,7 +927,7 @@ class CommandTest(unittest.TestCase):
         """Under autocast, trained weights stay float32, and the base of an adapter is bfloat16."""
         for arguments, base in (([], torch.float32), (["--lora"], torch.bfloat16)):
             output = self.directory / str(base)
-            status, out, err = self.run_command("--dtype=bfloat16", "--max-steps=1", *arguments, output=output)
+            status, out, err = self.train("--dtype=bfloat16", "--max-steps=1", *arguments, output=output)
             self.assertEqual(status, 0, err)
             self.assertIn("bfloat16 on cpu", out)
             for name, parameter in self.trainers[-1].model.named_parameters():

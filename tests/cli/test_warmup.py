@@ -1,20 +1,18 @@
 """`transformers-packed warmup`. The CPU counts as a device for which kernels are compiled."""
 
-import contextlib
-import io
 import tempfile
 import unittest
 from pathlib import Path
 from unittest import mock
 
 import torch
+from common.commands import run_command
 from common.families import tiny_config
 from mixins.patch import OTHERS
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS, EXPERTS, TINY
 from transformers import LlamaConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
-from transformers_packed.cli import main
 from transformers_packed.cli.options import LONGEST_SAMPLE, parsers
 from transformers_packed.models import float8
 from transformers_packed.ops import compilations as records
@@ -51,15 +49,7 @@ class WarmupCommandTest(unittest.TestCase):
 
     def command(self, *arguments):
         """Return the exit status, and the output to stdout and stderr."""
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as stdout,
-            contextlib.redirect_stderr(io.StringIO()) as stderr,
-        ):
-            try:
-                status = main(["warmup", "--model", str(self.path), *map(str, arguments)])
-            except SystemExit as stop:
-                status = stop.code
-        return status, stdout.getvalue(), stderr.getvalue()
+        return run_command("warmup", "--model", self.path, *arguments)
 
     def test_the_longest_row_of_train(self):
         _, commands = parsers()

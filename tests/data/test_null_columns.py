@@ -108,7 +108,3 @@ class NullColumnsTest(unittest.TestCase):
         tree = sample(5, 6, turns=[{**PLAIN[0], name: None}, PLAIN[1]])
         with self.assertRaisesRegex(ValueError, f"{name} without missing values in sample 1, got None"):
             self.collator([tree])
-
-
-if __name__ == "__main__":
-    unittest.main()

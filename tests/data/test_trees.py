@@ -358,7 +358,3 @@ class RefusalsTest(unittest.TestCase):
         batch = DataCollatorWithFlattening(model=self.model)([group([5, 6], [8], [9])])
         with self.assertRaisesRegex(ValueError, "neftune_noise_alpha does not support a row with shared prompts"):
             document_lengths(resolve_boundaries(dict(batch)))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -272,7 +272,3 @@ class TrainingTest(unittest.TestCase):
         found = verify_packing(model, batch)
         self.assertEqual(found.leak, 0)
         self.assertAlmostEqual(found.loss, found.loss_alone, places=4)
-
-
-if __name__ == "__main__":
-    unittest.main()

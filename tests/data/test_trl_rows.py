@@ -188,7 +188,3 @@ class ShiftedTargetsTest(unittest.TestCase):
                 labels = mask_targets_across_documents(boundaries, targets, kwargs, kept)
                 self.assertEqual((kwargs["shift_labels"][0] == -100).nonzero()[:, 0].tolist(), ends)
                 self.assertEqual((labels[0] == -100).nonzero()[:, 0].tolist(), [0, 2, 3, 5])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,7 +1,6 @@
 """The plugin for Axolotl. `make test-integrations` runs all of these tests with Axolotl itself."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from common import axolotl_parts
+from common.frameworks import SCRIPTS, assert_same_training, environment, function_of
 from common.records import make_tokenizer
 from mixins.vision import TEXT
 from parameterized import parameterized
@@ -41,16 +41,6 @@ class Cfg(dict):
     """Axolotl's configuration: unknown options are `None`."""
 
     __getattr__ = dict.get
-
-
-def function_of(module: str):
-    """A forward that looks as if `module` had defined it."""
-
-    def forward(self, hidden_states, position_ids=None):
-        raise AssertionError("not the stock forward")
-
-    forward.__module__ = module
-    return forward
 
 
 def sample(*tokens, **more):
@@ -232,23 +222,6 @@ convolution.assert_called_once_with("x", "weight", None, activation="silu", back
 HIDE_KERNELS = "import sys; sys.modules['fla'] = sys.modules['causal_conv1d'] = None"
 
 
-SCRIPTS = Path(sys.executable).parent
-
-
-def environment(*paths: Path) -> dict[str, str]:
-    """The environment of a process that imports this package and modules in `paths`, without a GPU and a network."""
-    found = os.environ | {
-        "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(map(str, [*paths, Path(__file__).parents[2] / "src"])),
-        "AXOLOTL_DO_NOT_TRACK": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-    }
-    # Other tests interpret the kernels of this package.
-    found.pop("TRITON_INTERPRET", None)
-    return found
-
-
 @cache
 def folder() -> Path:
     """Create a folder with a tiny Qwen3.5, samples, and the modules above."""
@@ -302,32 +275,24 @@ def train(name: str, plugins: tuple[str, ...] = (), stock: bool = False, **optio
 class AxolotlTest(unittest.TestCase):
     """Compare `axolotl train` on packed rows with padded batches of the same samples in stock classes."""
 
-    def assert_same(self, packed, padded, steps=STEPS):
-        for got, expected in zip(packed[:2], padded[:2], strict=True):
-            self.assertEqual(len(got), steps)
-            torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=2e-4, atol=0)
-        self.assertEqual(packed[2].keys(), padded[2].keys())
-        for name, weight in padded[2].items():
-            torch.testing.assert_close(packed[2][name], weight, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-
     def test_packed_rows_train_like_padded_batches(self):
         padded = train("padded", stock=True, **PADDED)
         packed = train("packed", ("changes.Packing", NAME), **PACKED)
-        self.assert_same(packed, padded)
+        assert_same_training(self, packed, padded, STEPS)
         for cls in ("Qwen3_5DecoderLayer", "Qwen3_5GatedDeltaNet"):
             self.assertIn(f"{cls}.forward of axolotl.monkeypatch.models.qwen3_5.modeling is not used", packed[3])
 
     def test_without_the_plugin_the_comparison_fails(self):
         stock = train("stock", stock=True, **PACKED)
         with self.assertRaises(AssertionError):
-            self.assert_same(stock, train("padded", stock=True, **PADDED))
+            assert_same_training(self, stock, train("padded", stock=True, **PADDED), STEPS)
         self.assertGreater(abs(stock[0][0] - train("padded", stock=True, **PADDED)[0][0]), 0.01)
 
     def test_lora_beside_the_kernels_that_axolotl_turns_on(self):
         packed = train("lora", ("changes.Lora", NAME), **PACKED | LORA)
         self.assertIn("Qwen3_5Attention.forward of axolotl.monkeypatch.lora_kernels is not used", packed[3])
         self.assertGreater(len(packed[2]), 20)
-        self.assert_same(packed, train("lora_padded", stock=True, **PADDED | LORA))
+        assert_same_training(self, packed, train("lora_padded", stock=True, **PADDED | LORA), STEPS)
 
     def test_the_flash_linear_attention_of_axolotl(self):
         # `conftest.py` hides the package in this process.

@@ -1,7 +1,6 @@
 """The plugin for ms-swift. `make test-integrations` runs all of these tests with ms-swift itself."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -11,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from common import swift_parts
+from common.frameworks import ROOT, SCRIPTS, assert_same_training, environment, function_of
 from mixins.model import packed_batch
 from mixins.patch import documents
 from parameterized import parameterized
@@ -28,20 +27,6 @@ from transformers_packed.models.registry import has_our_classes
 swift_parts.install()
 # Importing the plugin changes ms-swift in this process.
 from transformers_packed.integrations.ms_swift import packed_hooks  # noqa: E402
-
-
-ROOT = Path(__file__).parents[2]
-SCRIPTS = Path(sys.executable).parent
-
-
-def function_of(module: str):
-    """A forward that looks as if `module` had defined it."""
-
-    def forward(mod, hidden_states, cache_position=None, attention_mask=None):
-        raise AssertionError("not the stock forward")
-
-    forward.__module__ = module
-    return forward
 
 
 class HooksTest(unittest.TestCase):
@@ -177,19 +162,6 @@ PLUGGED = {"external_plugins": PLUGIN}
 LORA = {"tuner_type": "lora", "lora_rank": 4, "lora_dropout": 0, "target_modules": "all-linear", "learning_rate": 0.02}
 
 
-def environment() -> dict[str, str]:
-    """The environment of a process that imports this package, without a GPU and a network."""
-    found = os.environ | {
-        "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT / "src"),
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-    }
-    # Other tests interpret the kernels of this package.
-    found.pop("TRITON_INTERPRET", None)
-    return found
-
-
 @cache
 def folder() -> Path:
     """Create a folder with tiny checkpoints and chats."""
@@ -252,23 +224,15 @@ class SwiftTest(unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, 'The "packing" feature requires a flash attention implementation'):
             step("qwen3_5", packing=True)
 
-    def assert_same(self, packed, padded):
-        for got, expected in zip(packed[:2], padded[:2], strict=True):
-            self.assertEqual(len(got), STEPS)
-            torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=2e-4, atol=0)
-        self.assertEqual(packed[2].keys(), padded[2].keys())
-        for name, weight in padded[2].items():
-            torch.testing.assert_close(packed[2][name], weight, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-
     def test_packed_rows_train_like_padded_batches(self):
         padded = train("padded", **PADDED)
         # Samples have 49 to 75 tokens, so that three of them fill a row.
         rows = {"packing": True, "packing_length": 200, "per_device_train_batch_size": 1}
         for name, options in (("free", {"padding_free": True, **PADDED}), ("rows", rows)):
             with self.subTest(name):
-                self.assert_same(train(name, **options, **PLUGGED), padded)
+                assert_same_training(self, train(name, **options, **PLUGGED), padded, STEPS)
 
     def test_lora(self):
         padded = train("lora_padded", **PADDED | LORA)
         self.assertTrue(all("lora" in name for name in padded[2]))
-        self.assert_same(train("lora", padding_free=True, **PADDED | LORA | PLUGGED), padded)
+        assert_same_training(self, train("lora", padding_free=True, **PADDED | LORA | PLUGGED), padded, STEPS)

@@ -46,9 +46,7 @@ class KernelVerifiersTest(unittest.TestCase):
             (fla, "_row_problem", lambda: ""),
             (torch.cuda, "get_device_capability", lambda device: (9, 0)),
         ):
-            patcher = mock.patch.object(target, name, value)
-            patcher.start()
-            self.addCleanup(patcher.stop)
+            self.enterContext(mock.patch.object(target, name, value))
 
     def refused(self, verify, call, pattern, **options):
         self.assertRegex(verify(*call, **options), pattern)

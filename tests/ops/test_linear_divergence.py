@@ -108,7 +108,3 @@ class DivergenceTest(unittest.TestCase):
         inputs, is_target = make()
         inputs[which] = inputs[which][:size]
         self.assertRaisesRegex(ValueError, "of one vocabulary, got", call, inputs, is_target)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -79,7 +79,3 @@ class CountTest(unittest.TestCase):
             self.assertEqual(count.main([folder]), status)
         self.assertEqual(printed.getvalue().count(" branches  "), functions if branches > 15 else 0)
         self.assertIn(f"{functions * (branches + 1)} lines of code", printed.getvalue())
-
-
-if __name__ == "__main__":
-    unittest.main()

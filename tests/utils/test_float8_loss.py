@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+from common.commands import run_main
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -21,9 +22,7 @@ FILES = sorted(Path(json.__file__).parent.glob("*.py"))
 
 
 def run(path: Path, *arguments: str) -> dict:
-    command = ["float8_loss.py", *arguments, "--output", str(path)]
-    with mock.patch.object(sys, "argv", command), redirect_stdout(io.StringIO()):
-        float8_loss.main()
+    run_main(float8_loss, *arguments, "--output", path)
     return json.loads(path.read_text())
 
 
@@ -88,7 +87,3 @@ class Float8LossTest(unittest.TestCase):
         self.assertEqual({name.split(".")[2] for name in taken}, {"1", "2"})
         # Of each of the two layers: three of the MLP, and in_proj_qkv, in_proj_z, out_proj.
         self.assertEqual(len(taken), 2 * 6)
-
-
-if __name__ == "__main__":
-    unittest.main()

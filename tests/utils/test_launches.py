@@ -39,9 +39,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 class ReadingTest(unittest.TestCase):
     def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.folder = Path(directory.name)
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
     def test_losses_of_the_command_line(self):
         losses = checks.printed_losses(PRINTED)
@@ -182,7 +180,3 @@ class RunTest(unittest.TestCase):
         two = entries["trainer/ddp"]["checks"]
         self.assertLess(two["losses of trainer/one"]["largest"], 1e-5)
         self.assertEqual(entries["kill-ddp/resumed"]["checks"]["rows of resume-ddp/whole"]["steps"], [5, 6, 7, 8])
-
-
-if __name__ == "__main__":
-    unittest.main()

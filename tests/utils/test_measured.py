@@ -74,7 +74,3 @@ class MeasuredPagesTest(unittest.TestCase):
             picture.unlink()
             subprocess.run([sys.executable, str(picture.with_suffix(".py"))], check=True)
             self.assertEqual(picture.read_bytes(), (FIGURES / f"{name}.svg").read_bytes())
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -94,9 +94,7 @@ def load_script():
 
 class ConverterTestCase(unittest.TestCase):
     def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.root = Path(directory.name).resolve()
+        self.root = Path(self.enterContext(tempfile.TemporaryDirectory())).resolve()
         self.converter = load_script()
 
     def main(self, *arguments):

@@ -29,9 +29,7 @@ class ListTest(unittest.TestCase):
 
 class MutantsTest(unittest.TestCase):
     def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.copy = Path(folder.name)
+        self.copy = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.path = self.copy / mutants.SOURCE / MUTANT["file"]
         self.path.parent.mkdir(parents=True)
         self.path.write_text("x = 1 + 1\n", encoding="utf-8")

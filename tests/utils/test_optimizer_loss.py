@@ -5,12 +5,13 @@ import json
 import sys
 import tempfile
 import unittest
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
+from common.commands import run_main
 from common.optimizers import flashoptim
 
 
@@ -30,10 +31,8 @@ class OptimizerLossTest(unittest.TestCase):
     def run_benchmark(self, *arguments):
         files = ["--corpus", str(self.folder / "corpus.npz"), "--output", str(self.folder / "out.json")]
         options = [*files, "--model", "tiny", "--steps", "2", "--tokens", "64"]
-        command = ["optimizer_loss.py", *options, "--scratch", str(self.folder / "scratch"), *arguments]
-        with mock.patch.object(sys, "argv", command), redirect_stdout(io.StringIO()) as stdout:
-            optimizer_loss.main()
-        return json.loads((self.folder / "out.json").read_text())["runs"], stdout.getvalue()
+        said = run_main(optimizer_loss, *options, "--scratch", self.folder / "scratch", *arguments)
+        return json.loads((self.folder / "out.json").read_text())["runs"], said
 
     def test_runs_of_optimizers_share_rows_and_weights(self):
         runs, _ = self.run_benchmark("--seeds", "0", "0", "1", "--clip", "0")
@@ -51,7 +50,3 @@ class OptimizerLossTest(unittest.TestCase):
         with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as stderr:
             self.run_benchmark("--optim", "flash_adamw_release")
         self.assertIn("needs --clip 0", stderr.getvalue())
-
-
-if __name__ == "__main__":
-    unittest.main()

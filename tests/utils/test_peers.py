@@ -6,14 +6,14 @@ import json
 import sys
 import tempfile
 import unittest
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
+from common.commands import run_main
 from parameterized import parameterized
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, set_seed
 
@@ -31,11 +31,6 @@ import write
 
 
 SMALL = ["--tokens", "48", "--documents", "3", "--warmup", "1", "--steps", "1", "--device", "cpu"]
-
-
-def run(*arguments: str) -> None:
-    with mock.patch.object(sys, "argv", ["train.py", *arguments]), redirect_stdout(io.StringIO()):
-        train.main()
 
 
 def entry(tool: str, milliseconds: float, **values) -> dict:
@@ -127,7 +122,7 @@ class TrainTest(unittest.TestCase):
     @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
     def test_a_checkpoint_in_4_bit(self):
         with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
-            run("--checkpoint", folder, "--make", "tiny", "--load-in-4bit")
+            run_main(train, "--checkpoint", folder, "--make", "tiny", "--load-in-4bit")
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         layers = {name.rsplit(".", 1)[-1]: type(x).__name__ for name, x in model.named_modules()}
         self.assertEqual({layers[x] for x in ("gate_proj", "q_proj", "in_proj_qkv", "out_proj")}, {"Linear4bit"})
@@ -149,9 +144,11 @@ class TrainTest(unittest.TestCase):
     def runs(self, shape: str, commands: list[list[str]], *options: str) -> list[dict]:
         with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
             checkpoint, output = Path(folder, shape), Path(folder, "peers.json")
-            run("--checkpoint", str(checkpoint), "--make", shape, *options)
+            run_main(train, "--checkpoint", str(checkpoint), "--make", shape, *options)
             for command in commands:
-                run("--checkpoint", str(checkpoint), "--output", str(output), "--scratch", folder, *command)
+                run_main(
+                    train, "--checkpoint", str(checkpoint), "--output", str(output), "--scratch", folder, *command
+                )
             return json.loads(output.read_text())["runs"]
 
     @parameterized.expand(
@@ -167,12 +164,12 @@ class TrainTest(unittest.TestCase):
     )
     def test_options_that_do_not_fit_are_refused(self, options, message):
         with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as printed:
-            run("--checkpoint", "none", *options)
+            run_main(train, "--checkpoint", "none", *options)
         self.assertRegex(printed.getvalue(), message)
 
     def test_a_tool_that_needs_a_gpu_is_refused_on_a_cpu(self):
         with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as printed:
-            run("--checkpoint", "none", "--tool", "unsloth", "--device", "cpu")
+            run_main(train, "--checkpoint", "none", "--tool", "unsloth", "--device", "cpu")
         self.assertIn("needs a GPU", printed.getvalue())
 
     def test_a_repeated_run_replaces_the_earlier_one(self):
@@ -261,7 +258,3 @@ class PageTest(unittest.TestCase):
         page = self.words(entry("ours", 10.0), run | ({"experts": experts} if experts else {}))
         self.assertEqual("**Unsloth, 4B, full, 16,384 tokens in 34 documents, GPU: changed by" not in page, passed)
         self.assertEqual("All checks passed." in page, passed)
-
-
-if __name__ == "__main__":
-    unittest.main()

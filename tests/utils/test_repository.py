@@ -41,7 +41,3 @@ class RepositoryTest(unittest.TestCase):
         contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
         self.assertIn("installation, and the test suite twelve.", readme)
         self.assertRegex(contributing, r"make test .*twelve minutes on 2 cores")
-
-
-if __name__ == "__main__":
-    unittest.main()

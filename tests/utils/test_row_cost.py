@@ -23,7 +23,3 @@ class RowCostTest(unittest.TestCase):
         rows = [{"squares": millions * 1_000_000, "ms": 100 + 0.2 * millions} for millions in (1, 5, 9)]
         found = fit(rows, PackingCost(linear=1.0, quadratic=1e-6), tokens=1000)
         self.assertEqual(found, {"base_ms": 100.0, "ms_per_million": 0.2, "weight": 2.0})
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,17 +1,16 @@
 """The benchmark of one training step runs small models on a CPU, and counts what the models compute."""
 
-import io
 import json
 import sys
 import tempfile
 import unittest
-from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from common.commands import run_main
 from parameterized import parameterized
 from transformers import AutoConfig
 from transformers.utils import is_liger_kernel_available
@@ -33,11 +32,9 @@ HAS_QUANTIZERS = bool(find_spec("bitsandbytes") and find_spec("torchao"))
 def run(*arguments: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "step.json")
-        command = ["step.py", *arguments, "--device", "cpu", "--tokens", "128", "--output", str(path)]
-        quick = ["--rounds", "1", "--repeats", "1", "--warmup", "1"]
-        with mock.patch.object(sys, "argv", command + quick), redirect_stdout(io.StringIO()) as printed:
-            step.main()
-        return json.loads(path.read_text())["runs"][0] | {"printed": printed.getvalue()}
+        quick = ["--rounds", "1", "--repeats", "1", "--warmup", "1", "--device", "cpu", "--tokens", "128"]
+        printed = run_main(step, *arguments, *quick, "--output", path)
+        return json.loads(path.read_text())["runs"][0] | {"printed": printed}
 
 
 class ExpertsLayerTest(unittest.TestCase):
@@ -74,13 +71,8 @@ class ExpertsLayerTest(unittest.TestCase):
             self.skipTest("needs bitsandbytes and torchao")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "experts.json")
-            command = ["experts_layer.py", "--models", "tiny-moe", "--tokens", "8", "--repeats", "1", "--rounds", "1"]
-            command += options
-            with (
-                mock.patch.object(sys, "argv", [*command, "--device", "cpu", "--output", str(path)]),
-                redirect_stdout(io.StringIO()),
-            ):
-                experts_layer.main()
+            quick = ["--models", "tiny-moe", "--tokens", "8", "--repeats", "1", "--rounds", "1", "--device", "cpu"]
+            run_main(experts_layer, *quick, *options, "--output", path)
             (found,) = json.loads(path.read_text())["runs"]
         self.assertEqual(found["flops"], products * 2 * 8 * 2 * 3 * 64 * 32)
         self.assertEqual(list(found["arms"]), arms)
@@ -188,7 +180,3 @@ class ShapesTest(unittest.TestCase):
     )
     def test_kernels_by_name(self, kernel, group):
         self.assertEqual(shapes.group_of(kernel), group)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,14 +1,12 @@
 """The benchmark of trees: its rows, its losses and gradients, and its bars."""
 
-import io
 import json
 import sys
 import tempfile
 import unittest
-from contextlib import redirect_stdout
 from pathlib import Path
-from unittest import mock
 
+from common.commands import run_main
 from parameterized import parameterized
 
 
@@ -56,16 +54,14 @@ class StepTest(unittest.TestCase):
     def test_runs_and_prints_the_bars(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trees.json")
-            command = ["trees.py", "--model", "tiny", "--scenes", "conversation", "chain", "--shorter", "64"]
-            command += ["--device", "cpu", "--repeats", "1", "--rounds", "1", "--output", str(path)]
-            with mock.patch.object(sys, "argv", command), redirect_stdout(io.StringIO()) as printed:
-                trees.main()
+            options = ["--model", "tiny", "--scenes", "conversation", "chain", "--shorter", "64", "--device", "cpu"]
+            printed = run_main(trees, *options, "--repeats", "1", "--rounds", "1", "--output", path)
             runs = json.loads(path.read_text())["runs"]
         self.assertEqual([run["scene"] for run in runs], ["conversation", "chain"])
         self.assertEqual([len(run["arms"]["tree"]["seconds"]) for run in runs], [1, 1])
         self.assertLess(runs[0]["arms"]["tree"]["gradient_error"], 0.05)
-        self.assertRegex(printed.getvalue(), r"time, separate over tree: [\d.]+, at least 3.0: (met|missed)")
-        self.assertRegex(printed.getvalue(), r"time, tree over separate: [\d.]+, at most 1.02: (met|missed)")
+        self.assertRegex(printed, r"time, separate over tree: [\d.]+, at least 3.0: (met|missed)")
+        self.assertRegex(printed, r"time, tree over separate: [\d.]+, at most 1.02: (met|missed)")
 
 
 class BarsTest(unittest.TestCase):
@@ -82,7 +78,3 @@ class BarsTest(unittest.TestCase):
         entries["tree"] |= {"peak_above_GiB": 8.1, "median_ms": 110.0}
         found = trees.bars("conversation", trees.conversation(1), entries, config)
         self.assertEqual([bar["met"] for bar in found], [False, False])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -140,9 +140,7 @@ def made_up(folder: Path, code: str = "x = 1\n") -> source.Source:
 
 class SourceTest(unittest.TestCase):
     def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
     def test_where_the_package_is(self):
         made = made_up(self.folder)
@@ -220,9 +218,7 @@ class CommandTest(unittest.TestCase):
     """The command on a fake copy of Transformers that contains only `file.py`."""
 
     def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.output = self.folder / "output"
         made_up(self.folder)
 
@@ -237,9 +233,7 @@ class CommandTest(unittest.TestCase):
         for module in (write, upstream_patch):
             for name, value in (("load", patches.__getitem__), ("NAMES", tuple(patches))):
                 if hasattr(module, name):
-                    patch = mock.patch.object(module, name, value)
-                    patch.start()
-                    self.addCleanup(patch.stop)
+                    self.enterContext(mock.patch.object(module, name, value))
         patch = mock.patch.object(write, "file_of_tests", lambda name: self.folder / f"test_{name}.py")
         patch.start()
         self.addCleanup(patch.stop)
@@ -366,7 +360,3 @@ class ProofTest(unittest.TestCase):
                 self.assertEqual(
                     set(json.loads(Path(folder, name, "proof.json").read_text())), {"of", "before", "after"}
                 )
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -53,7 +53,3 @@ class VerifyBenchmarkTest(unittest.TestCase):
         self.assertIn("planted", printed)
         self.assertEqual([run["arm"] for run in runs], arms)
         self.assertEqual(len(set(folders)), 2)
-
-
-if __name__ == "__main__":
-    unittest.main()

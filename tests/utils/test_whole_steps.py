@@ -1,11 +1,9 @@
 """What the benchmark of whole steps reads from a profile, and its steps with each optimizer on a CPU."""
 
-import io
 import json
 import sys
 import tempfile
 import unittest
-from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from common.commands import run_main
 from common.optimizers import flashoptim
 from parameterized import parameterized
 from torch.autograd import DeviceType
@@ -69,19 +68,12 @@ class OptimizersTest(unittest.TestCase):
         options = ["--model", "tiny", "--tokens", "128", "--warmup", "1", "--steps", "1", "--optim", name]
         with tempfile.TemporaryDirectory() as folder:
             path, scratch = Path(folder, "runs.json"), str(Path(folder, "scratch"))
-            command = ["whole_steps.py", *options, "--output", str(path), "--scratch", scratch]
             with (
                 mock.patch.dict(sys.modules, modules),
                 mock.patch.object(torch, "compile", lambda function, **kwargs: function),
-                mock.patch.object(sys, "argv", command),
-                redirect_stdout(io.StringIO()),
             ):
-                whole_steps.main()
+                run_main(whole_steps, *options, "--output", path, "--scratch", scratch)
             (run,) = json.loads(path.read_text())["runs"]
         self.assertEqual((run["optim"], run["kind"]), (name, "one"))
         self.assertEqual(run["weights"], "float32" if optimizer is None else optimizer.weights)
         self.assertGreater(run["step_ms"], 0)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -484,7 +484,3 @@ class CostTest(unittest.TestCase):
         config = Qwen3_5Config()
         self.assertEqual(PackingCost.from_config(config), PackingCost.from_config(config.text_config))
         self.assertEqual(plan_packing([1], 1).cost, PackingCost.from_config(Qwen3_5TextConfig()))
-
-
-if __name__ == "__main__":
-    unittest.main()

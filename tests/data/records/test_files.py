@@ -17,9 +17,7 @@ LINES = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in ROWS)
 
 class FilesTest(unittest.TestCase):
     def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.directory = Path(directory.name)
+        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
     def read(self, name, content=None):
         path = self.directory / name

@@ -136,7 +136,3 @@ class TrainingTest(unittest.TestCase):
         (loss, gradients), (expected, want) = results
         self.assertAlmostEqual(loss, expected, places=10)
         self.assertLess(total_relative_error(gradients, want), 1e-10)
-
-
-if __name__ == "__main__":
-    unittest.main()
