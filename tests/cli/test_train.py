@@ -703,7 +703,7 @@ class CommandTest(unittest.TestCase):
             ),
             ([*command, "--resume", "--max-length=5"], "got other samples. Use the command of that run"),
             ([*command, "--resume", "--optim=paged_adamw_8bit"], "got --optim paged_adamw_8bit instead of adamw"),
-            ([*command[1:], "--resume"], "got no --lora"),
+            ([*command[1:], "--resume"], "got --lora-rank None instead of 16"),
         ):
             status, _, err = self.train(*given)
             self.assertEqual(status, 1)
