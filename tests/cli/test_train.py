@@ -521,14 +521,8 @@ class CommandTest(unittest.TestCase):
         """The first loss is that of the stock class on each sample alone, which loads what was trained."""
         set_seed(0)
         self.save(family, AutoModelForCausalLM.from_config(tiny_config(family, vocab_size=264)))
-        command = [
-            "--batch-size=3",
-            "--gradient-accumulation-steps=2",
-            "--max-steps=3",
-            "--learning-rate=0.05",
-            "--logging-steps=1",
-            *given,
-        ]
+        rows = ["--batch-size=3", "--gradient-accumulation-steps=2"]
+        command = [*rows, "--max-steps=2", "--learning-rate=0.05", "--logging-steps=1", *given]
         status, out, err = self.train(*command, model=family)
         self.assertEqual(status, 0, err)
         trainer, stock = self.trainers[0], AutoModelForCausalLM.from_pretrained(self.root / family)
@@ -675,21 +669,21 @@ class CommandTest(unittest.TestCase):
         self.enterContext(mock.patch.object(torch, "compile", lambda function, **kwargs: function))
         if where:
             self.save_mixture()
-        command = [*arguments, "--max-steps=4", "--batch-size=2", "--learning-rate=0.02", "--warmup-steps=2"]
+        command = [*arguments, "--max-steps=2", "--batch-size=2", "--learning-rate=0.02", "--warmup-steps=1"]
         whole = self.directory / "whole"
         self.assertEqual(self.train(*command, output=whole, **where)[0], 0)
-        command += ["--save-steps=2"]
-        status, _, err = self.interrupted(*command, steps=3, **where)
+        command += ["--save-steps=1"]
+        status, _, err = self.interrupted(*command, steps=1, **where)
         self.assertEqual(status, 130)
-        said = f"step 3; {self.output}/checkpoint-2 is complete; --resume continues from it\n"
+        said = f"step 1; {self.output}/checkpoint-1 is complete; --resume continues from it\n"
         self.assertEqual(err, f"transformers-packed train: interrupted at {said}")
         # The files of a run that is killed while it writes a checkpoint.
-        (self.output / "checkpoint-4").mkdir()
-        (self.output / "checkpoint-4" / "trainer_state.json").write_text('{"epoch": 1')
+        (self.output / "checkpoint-2").mkdir()
+        (self.output / "checkpoint-2" / "trainer_state.json").write_text('{"epoch": 1')
         status, out, err = self.train(*command, "--resume", **where)
         self.assertEqual(status, 0, err)
-        self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
-        self.assertEqual(self.trainers[-1].state.global_step, 4)
+        self.assertIn(f"Resuming from {self.output}/checkpoint-1.", out)
+        self.assertEqual(self.trainers[-1].state.global_step, 2)
         self.check_same_weights(whole, self.output)
 
     def test_a_run_is_resumed_by_its_own_command_alone(self):

@@ -4,11 +4,8 @@ import contextlib
 import io
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -85,36 +82,6 @@ class WorkersTest(unittest.TestCase):
         results.close()
         self.assertFalse(is_running(entry["process"]))
 
-    def test_control_c(self):
-        worker = (
-            "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
-        )
-        code = (
-            "import signal, sys\n"
-            # Background processes of a shell may ignore it.
-            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            f"sys.path.insert(0, {str(ROOT / 'utils')!r})\n"
-            "import audit_all\n"
-            "run = audit_all.run_types\n"
-            f"command = (sys.executable, '-c', {worker!r}, sys.argv[1])\n"
-            "audit_all.causal_types = lambda: ['llama', 'gpt2']\n"
-            "audit_all.run_types = lambda types, jobs: run(types, jobs, command=command)\n"
-            "sys.exit(audit_all.main(['--jobs', '1']))\n"
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "process")
-            running = subprocess.Popen([sys.executable, "-c", code, str(path)], stderr=subprocess.PIPE, text=True)
-            while not (path.exists() and path.read_text().strip()):
-                time.sleep(0.05)
-                self.assertIsNone(running.poll())
-            worker = int(path.read_text())
-            self.assertTrue(is_running(worker))
-            running.send_signal(signal.SIGINT)
-            _, stderr = running.communicate(timeout=60)
-        self.assertEqual(running.returncode, 130, stderr)
-        self.assertIn("audit_all: interrupted", stderr)
-        self.assertFalse(is_running(worker))
-
 
 class CommandTest(unittest.TestCase):
     @pytest.mark.slow
@@ -145,22 +112,6 @@ class CommandTest(unittest.TestCase):
             entry = {"class": "C", "attention": "sdpa", "builtin": builtin, "ours": ours}
             with mock.patch.object(audit_all, "run_types", return_value=[("llama", entry)]):
                 self.assertEqual(audit("--types", "llama")[0], expected)
-
-    @parameterized.expand(
-        [
-            ("type", ["--types", "vit"], "expected types in Transformers' mapping .* got vit"),
-            ("folder", ["--output", "."], "argument --output: expected a file, got the directory"),
-            (
-                "missing_folder",
-                ["--json", "missing/file"],
-                "argument --json: directory missing of missing/file does not exist",
-            ),
-        ]
-    )
-    def test_options(self, _, arguments, message):
-        status, stdout, stderr = audit(*arguments)
-        self.assertEqual((status, stdout), (2, ""))
-        self.assertRegex(stderr, message)
 
 
 class SupportMatrixTest(unittest.TestCase):

@@ -51,13 +51,6 @@ class Float8LossTest(unittest.TestCase):
         self.assertEqual(vocab_size, 512)
         self.assertLess(max(x.max() for x in documents), vocab_size)
 
-    def test_tokens_become_the_text_again(self):
-        texts = list(float8_corpus.texts(FILES))
-        tokenizer = float8_corpus.train_tokenizer(texts, 512)
-        (ids,) = float8_corpus.documents(tokenizer, texts[:1], 100)
-        self.assertEqual(len(ids), 100)
-        self.assertTrue(texts[0].startswith(tokenizer.decode(ids)))
-
     def test_rows_are_full_and_documents_continue_in_the_next(self):
         documents = np.split(np.arange(23), [3, 13, 20])
         rows = float8_loss.pack(documents, 8)

@@ -144,10 +144,6 @@ class UnfoldingTest(ConverterTestCase):
         self.modular("beta", BETA_HEAD, *parts)
         return self.generate("beta")
 
-    def assert_error(self, pattern):
-        with self.assertRaisesRegex(self.converter.ConversionError, pattern):
-            self.converter.convert(self.root / "ours/beta/modular_beta.py")
-
     def test_a_file_without_siblings_stays_as_it_is(self):
         text, module = self.generate("alpha")
         self.assertIn("generated from modular_alpha.py", text)
@@ -255,19 +251,24 @@ class UnfoldingTest(ConverterTestCase):
         self.assertEqual((net.later(1), net.color), ("GammaNet", "blue"))
         self.assertNotRegex(text, "Alpha|alpha|Beta|beta")
 
-    def test_super_call_of_a_siblings_method(self):
-        self.modular(
-            "beta",
-            BETA_HEAD,
-            "class BetaNet(AlphaNet):\n    def forward(self, x):\n        return super().forward(x + 1)",
-        )
-        self.assert_error(r"^modular_beta.py: BetaNet calls super\(\)\.forward, which AlphaNet defines")
-
-    def test_no_such_builtin_class(self):
-        self.modular("beta", BETA_HEAD, "class BetaDeepNet(AlphaNet):\n    pass")
-        self.assert_error(
-            r"^modular_beta.py: BetaDeepNet is unfolded from AlphaNet, but there is no builtin.BetaDeepNet"
-        )
+    @parameterized.expand(
+        [
+            (
+                "Net(AlphaNet):\n    def forward(self, x):\n        return super().forward(x + 1)",
+                "BetaNet calls super.*forward",
+            ),
+            (
+                "DeepNet(AlphaNet):\n    pass",
+                "BetaDeepNet is unfolded from AlphaNet, but there is no builtin.BetaDeepNet",
+            ),
+            ("Net(AlphaNet, dict):\n    pass", "BetaNet derives from AlphaNet and something else"),
+            ("Net(AlphaNet):\n    pass", "no `from transformers.models", ""),
+        ]
+    )
+    def test_errors(self, code, message, alias=" as builtin"):
+        path = self.modular("beta", BETA_HEAD.replace(" as builtin", alias), f"class Beta{code}")
+        with self.assertRaisesRegex(self.converter.ConversionError, f"^modular_beta.py: {message}"):
+            self.converter.convert(path)
 
     def test_no_common_ending_beside_classes_with_one(self):
         """The other classes of the two families tell the prefix."""
@@ -281,14 +282,6 @@ class UnfoldingTest(ConverterTestCase):
         _, module = self.generate("beta")
         self.assertEqual([base.__name__ for base in module.BetaTower.__bases__], ["BetaTower"])
         self.assertEqual((module.BetaTower.size, module.BetaNet.__name__), (7, "BetaNet"))
-
-    def test_two_bases(self):
-        self.modular("beta", BETA_HEAD, "class BetaNet(AlphaNet, dict):\n    pass")
-        self.assert_error(r"^modular_beta.py: BetaNet derives from AlphaNet and something else")
-
-    def test_no_builtin_module(self):
-        self.modular("beta", BETA_HEAD.replace(" as builtin", ""), "class BetaNet(AlphaNet):\n    pass")
-        self.assert_error(r"^modular_beta.py: no `from transformers.models")
 
     def test_exit_codes(self):
         path = self.modular("beta", BETA_HEAD, "class BetaNet(AlphaNet):\n    pass")

@@ -47,11 +47,6 @@ class MutantsTest(unittest.TestCase):
             with self.subTest(message), self.assertRaisesRegex(ValueError, message):
                 mutants.mutated(MUTANT | change, self.copy)
 
-    def test_tests_that_are_gone(self):
-        self.assertEqual(mutants.problems([MUTANT], self.copy), [])
-        (found,) = mutants.problems([MUTANT | {"tests": ["tests/test_two.py", "-k one"]}], self.copy)
-        self.assertIn("none of its tests exists", found)
-
     def kill(self, tests, *results):
         """Kill a mutant whose runs of pytest have these results. Returns it, and the arguments and text of each run."""
         runs, results = [], iter(results)

@@ -27,7 +27,6 @@ import groups
 import other_tools
 import shapes
 import train
-import write
 
 
 SMALL = ["--tokens", "48", "--documents", "3", "--warmup", "1", "--steps", "1", "--device", "cpu"]
@@ -215,46 +214,3 @@ class IsolationTest(unittest.TestCase):
         found = groups.check_answers(args, trainer, groups.make_groups(args))
         self.assertEqual(found["isolation"]["changed"] > 0, leaks)
         self.assertEqual(found["isolation"]["repeated"], 0)
-
-
-class PageTest(unittest.TestCase):
-    def page(self, *runs: dict) -> str:
-        return write.pages({"peers": {"runs": list(runs)}}, only="peers")["peers.md"]
-
-    def words(self, *runs: dict) -> str:
-        return " ".join(self.page(*runs).split())
-
-    def test_tools_of_a_cell_stand_together_with_their_ratio(self):
-        lora = entry("ours", 50.0, lora=True)
-        page = self.page(entry("unsloth", 150.0), lora, entry("liger", 200.0), entry("ours", 100.0))
-        lines = [line for line in page.splitlines() if line.startswith("| 4B")]
-        tools = [(cells[1], cells[3]) for cells in ([x.strip() for x in line.split("|")[1:]] for line in lines)]
-        self.assertEqual(tools[:3], [("ours", "1 x"), ("TRL with Liger", "2 x"), ("Unsloth", "1.5 x")])
-        self.assertEqual(tools[3:], [("ours", "1 x"), ("TRL with Liger", ""), ("Unsloth", "")])
-        self.assertEqual(sum("not measured" in line for line in lines), 2)
-        self.assertIn("without FP8: TRL with Liger 2 x, Unsloth 1.5 x.", " ".join(page.split()))
-        self.assertIn("| Versions | torch 2.11 |", page)
-
-    def test_a_run_that_failed_or_leaks_is_named(self):
-        failed = entry("unsloth", 0.0, error="OutOfMemoryError: no memory")
-        del failed["step_ms"]
-        page = self.words(
-            entry("ours", 100.0),
-            failed,
-            entry("liger", 200.0, isolation={"loss": 12.0, "repeated": 0.0, "changed": 1e-6}),
-        )
-        self.assertIn("not measured (OutOfMemoryError)", page)
-        self.assertIn(
-            "**TRL with Liger, 4B, full, 16,384 tokens in 34 documents, GPU: changed by 1e-06, and by 0 in a repetition.** "
-            "All other checks passed.",
-            page,
-        )
-
-    @parameterized.expand(
-        [("rounding", 1e-5, 256, True), ("a leak", 2e-5, 256, False), ("no experts", 1e-5, 0, False)]
-    )
-    def test_a_mixture_may_round_otherwise(self, _, changed, experts, passed):
-        run = entry("unsloth", 20.0, isolation={"loss": 12.0, "repeated": 0.0, "changed": changed})
-        page = self.words(entry("ours", 10.0), run | ({"experts": experts} if experts else {}))
-        self.assertEqual("**Unsloth, 4B, full, 16,384 tokens in 34 documents, GPU: changed by" not in page, passed)
-        self.assertEqual("All checks passed." in page, passed)

@@ -166,17 +166,3 @@ class ShapesTest(unittest.TestCase):
         found = shapes.model_flops(config, [512] * 4) / 3
         linear = cost.linear * 2048 + cost.quadratic * 4 * 512**2
         self.assertLess(abs(found / linear - 1), 0.05)
-
-    @parameterized.expand(
-        [
-            ("_rows_times_experts", "experts"),
-            ("void cutlass::device_kernel<GemmUniversal<cutlass::gemm::GroupProblemShape<...>>>", "experts"),
-            ("_gate_backward", "norms and gates"),
-            ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN", "matmul"),
-            ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>", "routing"),
-            ("void flash::flash_fwd_splitkv_combine_kernel", "attention"),
-            ("void at::native::vectorized_elementwise_kernel<4>", "other"),
-        ]
-    )
-    def test_kernels_by_name(self, kernel, group):
-        self.assertEqual(shapes.group_of(kernel), group)

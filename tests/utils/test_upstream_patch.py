@@ -142,15 +142,6 @@ class SourceTest(unittest.TestCase):
     def setUp(self):
         self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
-    def test_where_the_package_is(self):
-        made = made_up(self.folder)
-        self.assertEqual(made.version, "9.8.7")
-        self.assertEqual(source.Source(self.folder / source.PREFIX).package, made.package)
-        self.assertEqual(source.Source(self.folder / "src").package, made.package)
-        self.assertEqual(source.Source().package.name, "transformers")
-        with self.assertRaisesRegex(SystemExit, "expected a checkout"):
-            source.Source(self.folder / "elsewhere")
-
     def test_diff_is_for_git(self):
         made = made_up(self.folder, "x = 1\n" * 20)
         tree = source.Edited(made)

@@ -66,15 +66,6 @@ EXCHANGES = {
     "heads": ("dense", {"gated_delta_rule": "heads", "attention": "heads"}, (2,)),
     "gather": ("dense", {"attention": "gather"}, (2, 4)),
     "experts": ("experts", {"attention": "heads"}, (2, 4)),
-    **{
-        f"{name}, {by}": (name, methods, (2,))
-        for name in HYBRIDS
-        if name in SIZED_NAMES
-        for by, methods in {
-            "states and gather": {"attention": "gather"},
-            "heads": {"gated_delta_rule": "heads", "attention": "heads"},
-        }.items()
-    },
 }
 
 
@@ -82,9 +73,6 @@ def make_model(name):
     set_seed(0)
     if name == "dense":
         model = modeling_qwen3_5.Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SMALL))
-    elif name in HYBRIDS:
-        with registered():
-            model = AutoModelForCausalLM.from_config(tiny_config(name))
     else:
         model = modeling_qwen3_5_moe.Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SMALL, **EXPERTS))
         model.set_experts_implementation("eager")
