@@ -327,6 +327,5 @@ BAD_INPUTS = [
 class BadInputTest(unittest.TestCase):
     @parameterized.expand(BAD_INPUTS)
     def test_message(self, function, message):
-        """It ends with what to do."""
-        with self.assertRaisesRegex(ValueError, rf"^expected .*{message}.*\. [A-Z]"):
+        with self.assertRaisesRegex(ValueError, rf"^expected .*{message}.*\."):
             function()

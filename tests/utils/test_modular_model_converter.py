@@ -10,6 +10,8 @@ import textwrap
 import unittest
 from pathlib import Path
 
+from parameterized import parameterized
+
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "utils" / "modular_model_converter.py"

@@ -217,7 +217,7 @@ class BalanceTest(unittest.TestCase):
             lognormal(300_000), 4096, world_size=world_size, gradient_accumulation_steps=accumulation, **arguments
         )
 
-    @parameterized.expand([(8, 1, 0.025), (64, 1, 0.065), (8, 4, 0.015), (64, 2, 0.045)])
+    @parameterized.expand([(8, 4, 0.015), (64, 1, 0.065)])
     def test_ranks_cost_the_same(self, world_size, accumulation, most):
         plan = self.plan(world_size, accumulation)
         self.assertLess(plan.imbalance, most)
