@@ -575,7 +575,7 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(kinds, {("nf4", True, torch.float32)})
         # The adapter of the values that were trained with: those of the base in 4 bit.
         settings = Namespace(load_in_4bit=True, lora=False, attn=None, optim=DEFAULT)
-        base = finetune.load_model(str(self.root / "mixture"), settings, False)
+        base = finetune.load_model(str(self.root / "mixture"), settings, torch.float32)
         again, stock = PeftModel.from_pretrained(base, output).eval(), AutoPeftModelForCausalLM.from_pretrained(output)
         ids = torch.tensor([[5, 9, 40, 33, 7]])
         with torch.no_grad():
