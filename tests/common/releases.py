@@ -14,8 +14,6 @@ DECAY_ROUNDING = 10 if RELEASE < Version("5.17") else 1
 DECAYS = ("A_log", "dt_bias", "in_proj_a.weight")
 # `model.add_adapter` of 5.24 needs a release of PEFT that does not exist yet.
 NEEDS_NEWER_PEFT = Version(version("peft")) < Version(MIN_PEFT_VERSION)
-# The stock Llama4ForConditionalGeneration reads outputs that its text model does not have.
-LLAMA4_IMAGES_CRASH = RELEASE.release[:2] == (5, 24)
 # How a stock model on a CPU refuses a packed row with boundaries.
 STOCK_REFUSAL = (
     (TypeError, "multiple values for keyword argument 'cu_seqlens'")

@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest import TestCase
 
 import torch
-from mixins.vision import TINY, vision_config
+from mixins.vision import EXPERTS, TINY, vision_config
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -27,12 +27,6 @@ from transformers_packed import patch_model, registered
 from transformers_packed.models.mtp import declares_head, find_head
 
 
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
 STOCK = {
     "dense": (Qwen3_5ForCausalLM, lambda: Qwen3_5TextConfig(**TINY, mtp_num_hidden_layers=1)),
     "experts": (Qwen3_5MoeForCausalLM, lambda: Qwen3_5MoeTextConfig(**TINY, **EXPERTS, mtp_num_hidden_layers=1)),

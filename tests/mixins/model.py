@@ -111,18 +111,18 @@ def alone(model: torch.nn.Module, documents: list) -> tuple[list[torch.Tensor], 
     return logits, loss
 
 
-class PackedModelTesterMixin:
-    """Requirements on code that each family has of its own. Set `builtin_class`, `packed_class`, `get_config()`, and `is_moe` for mixtures of
-    experts.
+class PackedVariantTesterMixin:
+    """Requirements on every variant of a family, such as one with dense layers beside one with experts.
 
-    Documents are tensors of tokens `[n]`. Override the methods up to `changed` for other kinds of documents.
+    Set `builtin_class`, `packed_class`, `get_config()`, and `is_moe` for mixtures of experts. Documents are tensors of
+    tokens `[n]`. Override the methods up to `changed` for other kinds of documents.
     """
 
     builtin_class: type
     packed_class: type
     is_moe = False
     has_vision = False
-    lengths = (1, 2, 3, 63, 64, 65, 130)
+    lengths = (1, 3, 64, 70)
     logits_bar = 1e-5
     # In float32, the decay's gradients of the stock classes are up to 3.3e-5 from those in float64.
     decay_bar = 5e-5
@@ -161,7 +161,7 @@ class PackedModelTesterMixin:
         return padded_batch(documents, side)
 
     def two_rows(self) -> dict:
-        """Return two documents of 130 tokens as a plain batch, with images and videos in the first 80 tokens only."""
+        """Return two documents of 70 tokens as a plain batch, with images and videos in the first 40 tokens only."""
         return {"input_ids": torch.stack([self.documents[-1], self.documents[-1].flip(0)])}
 
     def shares(self, name: str) -> tuple:
@@ -240,19 +240,39 @@ class PackedModelTesterMixin:
         for name, bar in bars.items():
             self.assertLess(relative_error(actual[name], expected[name]), bar, name)
 
-    def test_without_boundaries_every_bar_is_broken(self):
-        """The comparison above can fail: the same row without boundaries exceeds every bar a hundredfold."""
-        logits, loss, expected, bars = self.oracle("sdpa")
+    def test_no_leak_backward(self):
         _, model = self.models()
-        batch = packed_batch(self.documents, "position_ids")
-        batch["position_ids"] = torch.arange(sum(self.lengths))[None]
-        output = model(**batch)
-        self.assertGreater(relative_error(output.logits[0], torch.cat(logits)), 100 * self.logits_bar)
-        self.assertGreater(relative_error(output.loss, loss), 100 * self.logits_bar)
-        actual = gradients(model, output.loss)
-        self.assertGreater(total_relative_error(actual, expected), 100 * self.gradient_bar)
-        for name, bar in bars.items():
-            self.assertGreater(relative_error(actual[name], expected[name]), 100 * bar, name)
+        batch, leaves = self.leaves(model)
+        inputs = [leaf.requires_grad_() for leaf in leaves.values()]
+        logits = model(**batch).logits[0].split(self.lengths)
+        for i, rows in enumerate(logits):
+            grads = torch.autograd.grad(rows.square().sum(), inputs, retain_graph=True)
+            for name, grad in zip(leaves, grads, strict=True):
+                for j, block in enumerate(grad.flatten(0, -2).split(self.shares(name))):
+                    reached = i == j and len(block) > 0
+                    self.assertEqual(bool(block.any()), reached, f"loss of document {i}, {name} of document {j}")
+
+    def test_save_and_reload(self):
+        builtin, model = (m.eval() for m in self.models())
+        batch = packed_batch(self.documents)
+        with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+            model.save_pretrained(directory)
+            back, report = self.builtin_class.from_pretrained(directory, output_loading_info=True)
+            self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
+            self.assertEqual(back.config.architectures, [self.builtin_class.__name__])
+            document = self.single(self.documents[-1])
+            # Loaded weights have another alignment in memory, with which products may round differently.
+            self.assertLess(relative_error(back(**document).logits, builtin(**document).logits), 1e-6)
+            builtin.save_pretrained(directory)
+            ours, report = self.packed_class.from_pretrained(directory, output_loading_info=True)
+            self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
+            state = ours.state_dict()
+            self.assertTrue(all(torch.equal(state[name], x) for name, x in model.state_dict().items()))
+            self.assertLess(relative_error(ours(**batch).logits, model(**batch).logits), 1e-6)
+
+
+class PackedModelTesterMixin(PackedVariantTesterMixin):
+    """Requirements on code that each family has of its own."""
 
     def test_base_model(self):
         """The class without a head also works on its own."""
@@ -285,23 +305,11 @@ class PackedModelTesterMixin:
                 for i in set(range(len(documents))) - {changed}:
                     self.assertTrue(torch.equal(before[i], after[i]), f"document {changed} changed document {i}")
 
-    def test_no_leak_backward(self):
-        _, model = self.models()
-        batch, leaves = self.leaves(model)
-        inputs = [leaf.requires_grad_() for leaf in leaves.values()]
-        logits = model(**batch).logits[0].split(self.lengths)
-        for i, rows in enumerate(logits):
-            grads = torch.autograd.grad(rows.square().sum(), inputs, retain_graph=True)
-            for name, grad in zip(leaves, grads, strict=True):
-                for j, block in enumerate(grad.flatten(0, -2).split(self.shares(name))):
-                    reached = i == j and len(block) > 0
-                    self.assertEqual(bool(block.any()), reached, f"loss of document {i}, {name} of document {j}")
-
     def test_nan_stays_in_its_document(self):
         _, model = self.models()
         batch, leaves = self.leaves(model)
         for name, leaf in leaves.items():
-            for poisoned in (0, 2, 4, len(self.lengths) - 1):
+            for poisoned in (0, 2, len(self.lengths) - 1):
                 if not self.shares(name)[poisoned]:
                     continue
                 planted = leaf.clone()
@@ -312,10 +320,9 @@ class PackedModelTesterMixin:
 
     # Padded = packed
 
-    @parameterized.expand([("left", "sdpa"), ("right", "eager")])
-    def test_padded_equals_builtin_and_packed(self, side, attention):
-        builtin, model = self.models(attention)
-        batch = self.padded(self.documents, side)
+    def test_padded_equals_builtin_and_packed(self):
+        builtin, model = self.models()
+        batch = self.padded(self.documents, "left")
         expected, padded = builtin(**batch), model(**batch)
         real = batch["attention_mask"].bool()
         self.assertLess(relative_error(padded.logits[real], expected.logits[real]), self.logits_bar)
@@ -339,48 +346,13 @@ class PackedModelTesterMixin:
         self.assertLess(total_relative_error(got, want), self.gradient_bar)
         # Fill a cache in two steps of several tokens, then token by token.
         want = got = None
-        for start, end in ((0, 80), (80, 128), (128, 129), (129, 130)):
+        for start, end in ((0, 40), (40, 68), (68, 69), (69, 70)):
             first = {n: x[:, :end] if x.shape == input_ids.shape else x for n, x in batch.items()}
             step = {"input_ids": input_ids[:, start:end], "use_cache": True} if start else {**first, "use_cache": True}
             with torch.no_grad():
                 want = builtin(**step, past_key_values=want and want.past_key_values)
                 got = model(**step, past_key_values=got and got.past_key_values)
             self.assertLess(relative_error(got.logits, want.logits), self.logits_bar)
-
-    def test_generate_is_the_builtin(self):
-        self.check_generate({"do_sample": False})
-
-    def check_generate(self, arguments: dict):
-        builtin, model = (m.eval() for m in self.models())
-        batch = self.padded(self.documents[1:6], "left")
-        batch.pop("labels")
-        arguments = {"max_new_tokens": 12, "pad_token_id": PAD_TOKEN, "output_scores": True, **arguments}
-        arguments |= {"return_dict_in_generate": True, "suppress_tokens": self.suppress_tokens}
-        expected, actual = builtin.generate(**batch, **arguments), model.generate(**batch, **arguments)
-        self.assertEqual(actual.sequences.tolist(), expected.sequences.tolist())
-        finite = torch.isfinite(torch.stack(expected.scores))
-        self.assertLess(
-            relative_error(torch.stack(actual.scores)[finite], torch.stack(expected.scores)[finite]), self.logits_bar
-        )
-
-    def test_save_and_reload(self):
-        builtin, model = (m.eval() for m in self.models())
-        batch = packed_batch(self.documents)
-        with tempfile.TemporaryDirectory() as directory, torch.no_grad():
-            model.save_pretrained(directory)
-            ours, report = self.packed_class.from_pretrained(directory, output_loading_info=True)
-            self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
-            self.assertTrue(torch.equal(ours(**batch).logits, model(**batch).logits))
-            self.assertEqual(ours.config.architectures, [self.builtin_class.__name__])
-            back, report = self.builtin_class.from_pretrained(directory, output_loading_info=True)
-            self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
-            document = self.single(self.documents[-1])
-            # Loaded weights have another alignment in memory, with which products may round differently.
-            self.assertLess(relative_error(back(**document).logits, builtin(**document).logits), 1e-6)
-            builtin.save_pretrained(directory)
-            ours, report = self.packed_class.from_pretrained(directory, output_loading_info=True)
-            self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
-            self.assertTrue(torch.equal(ours(**batch).logits, model(**batch).logits))
 
     def test_patch_and_unpatch(self):
         """`patch_model` gives a stock model our classes and results, and `unpatch_model` its own back."""
@@ -392,59 +364,24 @@ class PackedModelTesterMixin:
         unpatch_model(builtin)
         self.assertEqual([type(module) for module in builtin.modules()], classes)
 
-    def test_peft_lora(self):
-        from peft import LoraConfig, get_peft_model
-
-        wrapped = []
-        for each in self.models():
-            set_seed(2)
-            config = LoraConfig(r=4, target_modules=list(self.lora_targets), init_lora_weights=False, lora_dropout=0.0)
-            wrapped.append(get_peft_model(each, config))
-        builtin, model = wrapped
-        logits, loss = self.alone(builtin)
-        packed = model(**packed_batch(self.documents))
-        self.assertLess(relative_error(packed.logits[0], torch.cat(logits)), self.logits_bar)
-        loss.backward()
-        packed.loss.backward()
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        want = {name: p.grad for name, p in builtin.named_parameters() if name in trained}
-        got = {name: p.grad for name, p in model.named_parameters() if name in trained}
-        self.assertGreater(len(trained), 0)
-        self.assertLess(total_relative_error(got, want), self.gradient_bar)
-
     # Requested outputs
-
-    def test_output_hidden_states(self):
-        builtin, model = self.models()
-        document = self.single(self.documents[-1])
-        expected = builtin(**document, output_hidden_states=True).hidden_states
-        actual = model(**document, output_hidden_states=True).hidden_states
-        self.assertEqual(len(actual), len(expected))
-        packed = model(**packed_batch(self.documents), output_hidden_states=True).hidden_states
-        self.assertEqual(len(packed), len(expected))
-        for got, row, want in zip(actual, packed, expected, strict=True):
-            self.assertLess(relative_error(got, want), self.logits_bar)
-            self.assertLess(relative_error(row[:, -self.lengths[-1] :], want), self.logits_bar)
 
     def test_output_attentions(self):
         builtin, model = self.models("eager")
         packed = model(**packed_batch(self.documents), output_attentions=True).attentions
-        for i, document in enumerate(self.documents):
-            block = slice(sum(self.lengths[:i]), sum(self.lengths[: i + 1]))
-            expected = builtin(**self.single(document), output_attentions=True).attentions
-            unpacked = model(**self.single(document), output_attentions=True).attentions
-            self.assertEqual(len(packed), len(expected))
-            for got, row, want in zip(unpacked, packed, expected, strict=True):
-                self.assertLess(relative_error(got, want), self.logits_bar)
-                self.assertLess(relative_error(row[:, :, block, block], want), self.logits_bar)
-                outside = row[:, :, block].clone()
-                outside[..., block] = 0
-                self.assertFalse(outside.any())
+        document, block = self.single(self.documents[-1]), slice(-self.lengths[-1], None)
+        expected = builtin(**document, output_attentions=True).attentions
+        unpacked = model(**document, output_attentions=True).attentions
+        self.assertEqual(len(packed), len(expected))
+        for got, row, want in zip(unpacked, packed, expected, strict=True):
+            self.assertLess(relative_error(got, want), self.logits_bar)
+            self.assertLess(relative_error(row[:, :, block, block], want), self.logits_bar)
+            outside = row[:, :, block].clone()
+            outside[..., block] = 0
+            self.assertFalse(outside.any())
         _, model = self.models("sdpa")
         with self.assertRaisesRegex(ValueError, "eager"):
             model(**packed_batch(self.documents), output_attentions=True)
-
-    # Bad input
 
     def test_boundaries_are_made_once_for_all_layers(self):
         """On a GPU each computation would cost a host sync."""

@@ -12,16 +12,8 @@ from mixins.model import (
     total_relative_error,
 )
 from parameterized import parameterized
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-from transformers_packed import prefix_tree
 from transformers_packed.models.padding import PaddedBatch
-
-
-AttentionInterface.register("attention_of_the_users_own", sdpa_attention_forward)
-AttentionMaskInterface.register("attention_of_the_users_own", sdpa_mask)
 
 
 def without_packing():
@@ -101,28 +93,6 @@ class PackedPaddingTesterMixin:
         batch = padded_batch(documents, side)
         return batch, int(batch["attention_mask"].sum()) - 2 * 40 - 70
 
-    def tree_batch(self, levels: int, side: str) -> tuple[dict, int]:
-        """Return a padded batch of documents that branch at each level, and its tokens without repetition.
-
-        With four levels, each but the last document leaves a conversation after one of its turns.
-        """
-        generator = torch.Generator().manual_seed(levels)
-
-        def tokens(length):
-            return torch.randint(1, VOCAB_SIZE, (length,), generator=generator)
-
-        def grow(beginning, level):
-            if level == levels:
-                return [torch.cat([beginning, tokens(2 + level)])]
-            # The first tokens of the branches differ.
-            turns = [torch.cat([beginning, torch.tensor([k]), tokens(6)]) for k in range(2)]
-            return [*grow(turns[0], levels if levels == 4 else level + 1), *grow(turns[1], level + 1)]
-
-        documents = [tokens(9), *grow(tokens(66), 0)]
-        batch = padded_batch(documents[1:] + documents[:1], side)
-        beginnings = {tuple(document[:n].tolist()) for document in documents for n in range(1, len(document) + 1)}
-        return batch, len(beginnings)
-
     def sharing_models(self, attention: str = "sdpa"):
         builtin, model = self.models(attention)
         model.share_prompts = True
@@ -133,10 +103,6 @@ class PackedPaddingTesterMixin:
 
     def test_shared_prompts(self):
         self.check_shared(*self.shared_batch())
-
-    def test_prompts_that_continue_prompts(self):
-        with mock.patch.object(prefix_tree, "_LEAST_SAVED", 1):
-            self.check_shared(*self.tree_batch(3, "left"))
 
     def check_shared(self, batch: dict, distinct: int, attention: str = "sdpa"):
         """Compare logits at real tokens and gradients with the stock model. Ours computes the distinct tokens."""
@@ -175,12 +141,11 @@ class PackedPaddingRouterTesterMixin(PackedPaddingTesterMixin):
     def test_router_logits_of_padded_rows(self):
         """Router logits have a row per token of the batch, and the auxiliary loss covers real tokens only."""
         batch = self.padded(self.documents, "left")
-        real = batch["attention_mask"].bool().flatten()
-        for change in (lambda b: b, with_a_row_of_padding):
-            actual, expected = self.check_like_builtin(batch, packs=change(batch), output_router_logits=True)
-            self.check_router_loss(actual, expected)
-            for got, want in zip(actual.router_logits, expected.router_logits, strict=True):
-                got_real = change(batch)["attention_mask"].bool().flatten()
-                self.assertEqual(got.shape, (len(got_real), want.shape[1]))
-                self.assertLess(relative_error(got[got_real], want[real]), self.logits_bar)
-                self.assertFalse(got[~got_real].any())
+        packs = with_a_row_of_padding(batch)
+        real, got_real = (b["attention_mask"].bool().flatten() for b in (batch, packs))
+        actual, expected = self.check_like_builtin(batch, packs=packs, output_router_logits=True)
+        self.check_router_loss(actual, expected)
+        for got, want in zip(actual.router_logits, expected.router_logits, strict=True):
+            self.assertEqual(got.shape, (len(got_real), want.shape[1]))
+            self.assertLess(relative_error(got[got_real], want[real]), self.logits_bar)
+            self.assertFalse(got[~got_real].any())

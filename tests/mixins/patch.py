@@ -2,10 +2,12 @@
 
 import copy
 import unittest
+from unittest import mock
 
 import torch
 from common.families import tiny_model
-from mixins.model import alone, packed_batch, relative_error, total_relative_error
+from mixins import vision
+from mixins.model import alone, gradients, packed_batch, relative_error, total_relative_error
 from mixins.vision import TEXT, vision_config
 from transformers import (
     Qwen3_5Config,
@@ -26,12 +28,7 @@ from transformers_packed.models.registry import check_patch
 from transformers_packed.models.replacements import FAST_PATHS, REPLACEMENTS
 
 
-EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+EXPERTS = vision.EXPERTS | {"num_experts": 8}
 OPTIONS = {"initializer_range": 0.1, "num_labels": 3, "classifier_dropout": 0.0}
 CONFIGS = {
     "qwen3_next": Qwen3NextConfig(**{**TEXT, **EXPERTS, **OPTIONS}),
@@ -63,6 +60,12 @@ def builtin_model(family: str = "qwen3_5", head: str | None = None, config=None)
     return model.train()
 
 
+def on_a_gpu():
+    """Layers choose what they fuse on a GPU, whose kernels leave the work to the torch forms."""
+    triton = "transformers_packed.ops.backends.triton"
+    return mock.patch.multiple(triton, on_gpu=lambda tensor: True, problem=lambda: "are left out here")
+
+
 def documents() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(1, 90, (n,), generator=generator) for n in LENGTHS]
@@ -92,18 +95,13 @@ class PatchTestCase(unittest.TestCase):
         packed = model(**packed_batch(documents()))
         self.assertLess(relative_error(packed.logits[0], torch.cat(logits)), 1e-5)
         self.assertLess(relative_error(packed.loss, loss), 1e-5)
-        actual = self.gradients(model, packed.loss)
+        actual = gradients(model, packed.loss)
         self.assertEqual(set(actual), set(grads))
         self.assertLess(total_relative_error(actual, grads), gradient_bar)
 
     def expected(self, model):
         logits, loss = alone(model, documents())
-        return [x.detach() for x in logits], loss.detach(), self.gradients(model, loss)
-
-    def gradients(self, model, loss):
-        model.zero_grad()
-        loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return [x.detach() for x in logits], loss.detach(), gradients(model, loss)
 
     def assert_refused(self, call, model, pattern: str):
         """Check that the call raises a matching `ValueError` and leaves the model unchanged.

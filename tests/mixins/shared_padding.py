@@ -7,14 +7,14 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from mixins.model import gradients, other_masks, relative_error, total_relative_error
+from mixins.model import VOCAB_SIZE, gradients, other_masks, padded_batch, relative_error, total_relative_error
 from mixins.padding import computed_tokens, without_packing
 from parameterized import parameterized
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from transformers_packed import SequenceBoundaries, prefix_tree
+from transformers_packed import prefix_tree
 from transformers_packed.models import padding
 from transformers_packed.models.padding import PaddedBatch, why_padded
 
@@ -26,11 +26,32 @@ AttentionMaskInterface.register("attention_of_the_users_own", sdpa_mask)
 class SharedPaddingTesterMixin:
     """Tests beside those of `PackedPaddingTesterMixin`, whose attributes and methods they need."""
 
-    @parameterized.expand([("left", "eager"), ("right", "sdpa")])
-    def test_shared_prompts_of_a_side(self, side, attention):
-        self.check_shared(*self.shared_batch(side), attention)
+    def test_shared_prompts_on_the_left(self):
+        self.check_shared(*self.shared_batch("left"), "eager")
 
-    @parameterized.expand([(2, "right"), (4, "right")])
+    def tree_batch(self, levels: int, side: str) -> tuple[dict, int]:
+        """Return a padded batch of documents that branch at each level, and its tokens without repetition.
+
+        With four levels, each but the last document leaves a conversation after one of its turns.
+        """
+        generator = torch.Generator().manual_seed(levels)
+
+        def tokens(length):
+            return torch.randint(1, VOCAB_SIZE, (length,), generator=generator)
+
+        def grow(beginning, level):
+            if level == levels:
+                return [torch.cat([beginning, tokens(2 + level)])]
+            # The first tokens of the branches differ.
+            turns = [torch.cat([beginning, torch.tensor([k]), tokens(6)]) for k in range(2)]
+            return [*grow(turns[0], levels if levels == 4 else level + 1), *grow(turns[1], level + 1)]
+
+        documents = [tokens(9), *grow(tokens(66), 0)]
+        batch = padded_batch(documents[1:] + documents[:1], side)
+        beginnings = {tuple(document[:n].tolist()) for document in documents for n in range(1, len(document) + 1)}
+        return batch, len(beginnings)
+
+    @parameterized.expand([(2, "right"), (3, "left"), (4, "right")])
     def test_levels_of_prompts(self, levels, side):
         with mock.patch.object(prefix_tree, "_LEAST_SAVED", 1):
             self.check_shared(*self.tree_batch(levels, side))
@@ -45,11 +66,10 @@ class SharedPaddingTesterMixin:
         }
         self.check_like_builtin(row)
 
-    @parameterized.expand(["left", "right"])
-    def test_gradients_of_embeddings(self, side):
+    def test_gradients_of_embeddings(self):
         """Also covers given position ids, per row or shared. The gradient at padding is zero."""
         builtin, model = (self.text_model(m) for m in self.models())
-        batch = self.text_batch(side)
+        batch = self.text_batch()
         ids, mask = batch["input_ids"], batch["attention_mask"]
         real = mask.bool()
         counted = (mask.cumsum(1) - 1).clamp(min=0)
@@ -97,12 +117,11 @@ class SharedPaddingTesterMixin:
             self.assertIsNotNone(model(**batch).past_key_values)
         self.assertEqual(seen, {batch["input_ids"].numel()})
 
-    @parameterized.expand([(True,), (False,)])
-    def test_shared_prompts_under_gradient_checkpointing(self, use_reentrant):
+    def test_shared_prompts_under_gradient_checkpointing(self):
         batch, distinct = self.shared_batch()
         _, model = self.sharing_models()
         want = gradients(model, model(**batch, use_cache=False).loss)
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
         with computed_tokens(model) as seen:
             output = model(**batch)
         self.assertEqual(seen, {distinct})
@@ -134,10 +153,7 @@ class SharedPaddingTesterMixin:
             batch[name] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
         else:
             batch[name] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        with (
-            computed_tokens(model) as seen,
-            mock.patch.object(padding.logger, "warning_once") as warned,
-        ):
+        with computed_tokens(model) as seen, mock.patch.object(padding.logger, "warning_once") as warned:
             model(**batch, use_cache=False)
         self.assertEqual(seen, {int(batch["attention_mask"].sum())})
         self.assertIn(f"not shared in a batch with {name}", warned.call_args.args[0])
@@ -152,18 +168,6 @@ class SharedPaddingTesterMixin:
             actual = model(**batch, use_cache=False).last_hidden_state
         self.assertEqual(seen, {sum(self.lengths)})
         self.assertTrue(torch.equal(actual, expected))
-
-    def test_the_mask_is_looked_at_once(self):
-        """On a GPU each inspection would cost a host sync."""
-        _, model = self.models()
-        looked = mock.Mock(wraps=PaddedBatch.from_attention_mask)
-        made = mock.Mock(wraps=SequenceBoundaries._checked)
-        with (
-            mock.patch.object(PaddedBatch, "from_attention_mask", looked),
-            mock.patch.object(SequenceBoundaries, "_checked", made),
-        ):
-            model(**self.padded(self.documents, "left"), use_cache=False)
-        self.assertEqual((looked.call_count, made.call_count), (1, 1))
 
     def check_off(self, model: torch.nn.Module, batch: dict, **kwargs):
         """Check that all tokens are computed, and that the result equals the one without the feature bit for bit."""
@@ -183,7 +187,7 @@ class SharedPaddingTesterMixin:
                 same = a is b or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
                 self.assertTrue(same, name)
 
-    @parameterized.expand([(side, shifted) for side in ("right", "left") for shifted in (False, True)])
+    @parameterized.expand([("right", False), ("left", True)])
     def test_targets_after_padding(self, side, shifted):
         """Labels that are a copy of the padded tokens count as in the stock model."""
         builtin, model = self.models()
@@ -209,36 +213,25 @@ class SharedPaddingTesterMixin:
             ("attentions", {"output_attentions": True}),
             ("not_causal", {"is_causal": False}),
             ("this_call", {"packs_padding": False}),
+            ("configured_hidden_states", {}, "output_hidden_states", True),
+            ("configured_attentions", {}, "output_attentions", True),
+            ("configured_not_causal", {}, "is_causal", False),
+            ("a_layer_that_is_not_causal", {}, "layer", False),
+            ("unknown_attention", {}, "_attn_implementation", "attention_of_the_users_own"),
+            ("flex_attention_without_a_gpu", {}, "_attn_implementation", "flex_attention"),
         ]
     )
-    def test_padding_is_computed_for(self, _, arguments):
+    def test_padding_is_computed_for(self, _, arguments, name=None, value=None):
         model = self.text_model(self.models("eager")[1])
         if "past_key_values" in arguments:
             arguments = {"past_key_values": DynamicCache(config=model.config)}
-        self.check_off(model, self.text_batch(), **arguments)
-
-    @parameterized.expand(
-        [
-            ("hidden_states", "output_hidden_states", True),
-            ("attentions", "output_attentions", True),
-            ("not_causal", "is_causal", False),
-            ("unknown_attention", "_attn_implementation", "attention_of_the_users_own"),
-            ("flex_attention_without_a_gpu", "_attn_implementation", "flex_attention"),
-        ]
-    )
-    def test_padding_is_computed_for_a_configuration_with(self, _, name, value):
-        if value == "flex_attention" and not self.has_flex:
-            self.skipTest("the family does not support flex attention")
-        model = self.text_model(self.models("eager")[1])
-        setattr(model.config, name, value)
+        if name:
+            model.eval()
+            place, name = (model.layers[1].self_attn, "is_causal") if name == "layer" else (model.config, name)
+            setattr(place, name, value)
         # Flex attention would compile C++ first.
         with torch.compiler.set_stance("force_eager"):
-            self.check_off(model.eval(), self.text_batch())
-
-    def test_padding_is_computed_for_a_layer_that_is_not_causal(self):
-        model = self.text_model(self.models("eager")[1])
-        model.layers[1].self_attn.is_causal = False
-        self.check_off(model.eval(), self.text_batch())
+            self.check_off(model, self.text_batch(), **arguments)
 
     def test_padding_is_computed_for_other_masks(self):
         model = self.text_model(self.models()[1])
@@ -246,29 +239,23 @@ class SharedPaddingTesterMixin:
         mask = batch["attention_mask"]
         hole = mask.clone()
         hole[-1, 1] = 0
-        for name, other in {
-            "hole": hole,
-            "ones": torch.ones_like(mask),
-            "zeros": torch.zeros_like(mask),
-        }.items():
-            with self.subTest(name):
-                self.check_off(model, {**batch, "attention_mask": other})
+        for other in (hole, torch.ones_like(mask), torch.zeros_like(mask)):
+            self.check_off(model, {**batch, "attention_mask": other})
         embeds = model.embed_tokens(batch["input_ids"])
         for inputs in ({**batch, "inputs_embeds": embeds}, {"attention_mask": mask}):
             with self.assertRaisesRegex(ValueError, "exactly one of input_ids or inputs_embeds"):
                 model(**inputs, use_cache=False)
 
-    @parameterized.expand(["left", "right"])
-    def test_causal_4d_masks_are_padding(self, side):
+    def test_causal_4d_masks_are_padding(self):
         """A 4-D mask of one document in each row gives what the mask of its padding gives."""
         _, model = self.models()
-        batch = self.padded(self.documents, side)
+        batch = self.padded(self.documents, "left")
         mask = batch["attention_mask"].bool()
         four = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril() & mask[:, None, None]
         additive = torch.zeros(four.shape).masked_fill(~four & four.any(-1, keepdim=True), torch.finfo().min)
         expected = model(**batch, use_cache=False)
-        for name, other in {"bool": four, "additive": additive}.items():
-            with self.subTest(name), computed_tokens(model) as seen:
+        for other in (four, additive):
+            with computed_tokens(model) as seen:
                 output = model(**{**batch, "attention_mask": other}, use_cache=False)
                 self.assertEqual(seen, {int(mask.sum())})
                 self.assertTrue(torch.equal(output.loss, expected.loss))
@@ -284,15 +271,16 @@ class SharedPaddingTesterMixin:
             states = text(ids, attention_mask=masks, past_key_values=cache).last_hidden_state
             self.assertLess(relative_error(states, text(ids).last_hidden_state), self.logits_bar)
 
-    def test_masks_that_number_documents(self):
-        """They are refused, whatever else is asked for, by all models in the model."""
+    def test_masks_of_something_else(self):
+        """Numbers of documents and patterns for attention only are refused, whatever else is asked for, by all models in the model."""
         _, model = self.models()
         batch = self.padded(self.documents, "right")
         numbers = batch["attention_mask"] * 2
         packed = {"input_ids": batch["input_ids"][:, :3].reshape(1, -1)}
         packed["attention_mask"] = torch.arange(1, len(self.documents) + 1).repeat_interleave(3)[None]
         refused = r"expected attention_mask of 0 and 1, got 2(\.0)?. If they number documents"
-        for training, cached in ((True, None), (False, None), (True, False), (False, True)):
+        sliding = other_masks(12)["sliding"]
+        for training, cached in ((True, None), (False, True)):
             model.train(training)
             for each in (model, model.model, self.text_model(model)):
                 vision = each is not self.text_model(model) and self.has_vision
@@ -304,20 +292,13 @@ class SharedPaddingTesterMixin:
                 ):
                     with self.assertRaisesRegex(ValueError, refused):
                         each(**arguments, use_cache=cached)
+                with self.assertRaisesRegex(ValueError, "another pattern .*cu_seqlens"):
+                    each(torch.arange(1, 13)[None], attention_mask=sliding, use_cache=cached)
         with self.assertRaisesRegex(ValueError, refused):
             model(**{**batch, "attention_mask": numbers.float()})
 
-    def test_masks_for_attention_only(self):
-        _, model = self.models()
-        row = torch.arange(1, 13)[None]
-        for name, mask in other_masks(12).items():
-            for each in (model, model.model, self.text_model(model)):
-                with self.subTest(name), self.assertRaisesRegex(ValueError, "another pattern .*cu_seqlens"):
-                    each(row, attention_mask=mask)
-
-    @parameterized.expand([(True,), (False,)])
-    def test_why_padding_is_computed(self, training):
-        text = self.text_model(self.models()[1]).train(training)
+    def test_why_padding_is_computed(self):
+        text = self.text_model(self.models()[1])
         self.assertEqual(why_padded(text, {"use_cache": False}), "")
         self.assertEqual(why_padded(text, {}), "use_cache=True")
         text.packs_padding = False
@@ -326,24 +307,23 @@ class SharedPaddingTesterMixin:
             text(**self.text_batch(), use_cache=False)
             self.assertIn("packs_padding=False", told.call_args.args[0])
 
-    @parameterized.expand([("restart", 1), ("count_up", 0)])
-    def test_position_ids_beside_a_mask_of_ones(self, _, warnings):
+    def test_position_ids_beside_a_mask_of_ones(self):
         model, row = self.text_model(self.models()[1]), torch.arange(1, 7)[None]
-        positions = torch.tensor([[0, 1, 2, 0, 1, 2] if warnings else [3, 4, 5, 6, 7, 8]])
-        with mock.patch.object(padding.logger, "warning_once") as warned:
-            model(row, attention_mask=torch.ones_like(row), position_ids=positions, use_cache=False)
-        self.assertEqual(warned.call_count, warnings)
+        for positions, warnings in (([0, 1, 2, 0, 1, 2], 1), ([3, 4, 5, 6, 7, 8], 0)):
+            with mock.patch.object(padding.logger, "warning_once") as warned:
+                given = {"attention_mask": torch.ones_like(row), "position_ids": torch.tensor([positions])}
+                model(row, **given, use_cache=False)
+            self.assertEqual(warned.call_count, warnings)
 
     def test_switch(self):
         """The option applies to a whole model or a part of it, and can be reverted."""
         _, model = self.models()
         text = self.text_model(model)
         self.assertTrue(model.packs_padding and text.packs_padding)
+        batch = self.padded(self.documents, "right")
         for each in (model, model.model, text):
             each.packs_padding = False
             self.assertFalse(text.packs_padding)
-            self.check_off(text, self.text_batch())
-            batch = self.padded(self.documents, "right")
             for packs, count in ((None, batch["input_ids"].numel()), (True, sum(self.lengths))):
                 with computed_tokens(model) as seen:
                     model(**batch, use_cache=False, packs_padding=packs)

@@ -149,7 +149,3 @@ class TrainerTest(unittest.TestCase):
         self.assertLess(total_relative_error(updates, expected), 1e-5)
         for name in ("loss", "divergence"):
             self.assertAlmostEqual(found[0][name], log[0][name], places=3)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -15,6 +15,7 @@ from mixins.lora import lora, randomized
 from mixins.model import packed_batch, total_relative_error
 from mixins.patch import COMPOSITE, builtin_model
 from mixins.triton import InterpretedKernelsTest
+from mixins.vision import EXPERTS, TINY
 from parameterized import parameterized
 from peft import get_peft_model
 from transformers import (
@@ -37,29 +38,14 @@ from transformers_packed.ops.terms import Float8, Float8Weight
 
 
 ROOT = Path(__file__).parents[2]
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+SIZES = TINY | {
     "head_dim": 8,
-    "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
     # The gates' layers have 16 rows, so their sizes would suit float8.
     "linear_num_value_heads": 16,
     # Larger weights would amplify rounding, in bfloat16 too.
     "initializer_range": 0.02,
-    "pad_token_id": 0,
     "use_cache": False,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
 }
 LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 FAMILIES = {
@@ -129,6 +115,8 @@ class ChosenLayersTest(Float8TestCase):
         rule = [f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")]
         attention = [f"self_attn.{name}_proj" for name in "qkvo"]
         self.assertEqual(chosen(model), self.names(mlp + rule, 1) | self.names(mlp + attention, 2))
+        for count in (1, 2):
+            self.assertEqual(chosen(use_float8(make(layers=LAYERS[:count]))), set())
 
     def test_qwen3_next(self):
         """The shared expert, but neither routed experts nor the routers."""
@@ -161,18 +149,6 @@ class ChosenLayersTest(Float8TestCase):
         self.assertTrue(chosen(model))
         self.assertTrue(all("language_model.layers." in name for name in chosen(model)))
         self.assertEqual({name.split("layers.")[1][0] for name in chosen(model)}, {"1", "2"})
-
-    def test_other_sizes(self):
-        """Layers whose sizes are not multiples of 16 are left out."""
-        set_seed(0)
-        model = Qwen3_5ForCausalLM(config(Qwen3_5TextConfig, LAYERS, intermediate_size=40))
-        found = chosen(use_float8(model))
-        self.assertTrue(found)
-        self.assertFalse([name for name in found if "mlp" in name])
-
-    def test_few_layers(self):
-        for count in (1, 2):
-            self.assertEqual(chosen(use_float8(make(layers=LAYERS[:count]))), set())
 
     def test_a_filter(self):
         """It is asked about each linear layer and decides alone. A later call replaces the choice."""
@@ -215,8 +191,9 @@ class ChosenLayersTest(Float8TestCase):
             # Nothing is half done.
             self.assertEqual(chosen(model), set())
         # By default, they are left out.
-        found = chosen(use_float8(foreign))
-        self.assertTrue(found and not any("1.mlp" in name for name in found))
+        for model in (foreign, small):
+            found = chosen(use_float8(model))
+            self.assertTrue(found and not any("1.mlp" in name for name in found))
 
     def test_other_models(self):
         sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
@@ -301,8 +278,12 @@ class TrainingTest(Float8TestCase):
         plain = result(model)
         self.assertNotIn("linear_float8", implementations_used())
         use_float8(model, supported)
-        with mock.patch.object(projections, "fused_linears", wraps=projections.fused_linears) as shared:
+        with (
+            mock.patch.object(projections, "fused_linears", wraps=projections.fused_linears) as shared,
+            mock.patch.object(float8.logger, "warning_once") as warn,
+        ):
             found = result(model)
+        warn.assert_not_called()
         self.assertEqual(implementations_used()["linear_float8"], ["fused"])
         self.assertNotIn("linear_float8", implementations_used(isolating=True))
         self.assert_differs(found, plain)
@@ -323,10 +304,12 @@ class TrainingTest(Float8TestCase):
         use_float8(model, lambda *_: False)
         self.assertTrue(same(result(model), plain))
 
-    @parameterized.expand([(dtype, family) for dtype in ("bfloat16", "autocast") for family in FAMILIES])
-    def test_bfloat16(self, dtype, family):
-        model = make(family).to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+    @parameterized.expand([("qwen3_next", torch.bfloat16, None), ("qwen3_5", torch.float32, torch.bfloat16),
+                           ("qwen3_5", torch.float32, torch.float16)])  # fmt: skip
+    def test_half_precision(self, family, dtype, autocast):
+        """Products of numbers up to 448 are not computed in float16, where their sums would overflow."""
+        model = make(family).to(dtype)
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
             plain = result(model)
             use_float8(model, supported)
             found = result(model)
@@ -335,14 +318,6 @@ class TrainingTest(Float8TestCase):
         self.assertEqual(implementations_used()["linear_float8"], ["fused"])
         for name, gradient in found[1].items():
             self.assertEqual(gradient.dtype, model.get_parameter(name).dtype)
-
-    def test_autocast_to_float16(self):
-        """Products of numbers up to 448 are not computed in float16, where their sums would overflow."""
-        model = make()
-        with torch.autocast("cpu", torch.float16):
-            plain = result(model)
-            found = result(use_float8(model, supported))
-        self.assert_differs(found, plain)
 
     def test_evaluation_is_that_of_the_plain_model(self):
         model, batch = make(), packed_batch(documents())
@@ -364,24 +339,12 @@ class TrainingTest(Float8TestCase):
         with mock.patch("torch.compiler.is_compiling", lambda: True):
             self.assertFalse(float8.is_in_float8(layer, rows))
 
-    @parameterized.expand([(family, reentrant) for family in FAMILIES for reentrant in (True, False)])
+    @parameterized.expand([("qwen3_5", True), ("qwen3_next", False)])
     def test_checkpointing_gives_the_same_bits(self, family, reentrant):
         model = use_float8(make(family), supported)
         expected = result(model)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         self.assertTrue(same(result(model), expected))
-
-    def test_accumulation(self):
-        """Gradients of several rows are the sums of the gradients of each row."""
-        model = use_float8(make(), supported)
-        rows = [documents(seed) for seed in range(3)]
-        single = [result(model, row)[1] for row in rows]
-        model.zero_grad()
-        for row in rows:
-            model(**packed_batch(row), use_cache=False).loss.backward()
-        for name, parameter in model.named_parameters():
-            total = single[0][name] + single[1][name] + single[2][name]
-            self.assertTrue(torch.equal(parameter.grad, total), name)
 
     def test_steps_of_an_optimizer(self):
         """Weights are cast again after each change, so training goes on as without float8."""
@@ -390,7 +353,7 @@ class TrainingTest(Float8TestCase):
             model = use_float8(make(), function)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             losses.append([])
-            for _ in range(8):
+            for _ in range(4):
                 loss = model(**packed_batch(documents()), use_cache=False).loss
                 losses[-1].append(loss.item())
                 loss.backward()
@@ -398,9 +361,9 @@ class TrainingTest(Float8TestCase):
                 optimizer.zero_grad()
         for plain, found in zip(*losses, strict=True):
             self.assertLess(abs(plain - found), 0.03 * plain)
-        self.assertLess(losses[1][-1], losses[1][0] - 1)
+        self.assertLess(losses[1][-1], losses[1][0] - 0.4)
 
-    @parameterized.expand([("forward_hook",), ("pre_hook",), ("backward_hook",), ("own_forward",), ("own_class",)])
+    @parameterized.expand([("forward_hook",), ("own_forward",), ("own_class",)])
     def test_layers_that_something_hangs_on(self, kind):
         """They are called in the dtype of the model, with their hooks, and the log names them."""
         model, seen = use_float8(make(), supported), []
@@ -414,10 +377,6 @@ class TrainingTest(Float8TestCase):
             layer = model.get_submodule(name)
             if kind == "forward_hook":
                 layer.register_forward_hook(lambda *_: seen.append(1))
-            elif kind == "pre_hook":
-                layer.register_forward_pre_hook(lambda *_: seen.append(1))
-            elif kind == "backward_hook":
-                layer.register_full_backward_hook(lambda *_: seen.append(1))
             elif kind == "own_forward":
                 layer.forward = lambda x, layer=layer: seen.append(1) or torch.nn.functional.linear(x, layer.weight)
             else:
@@ -458,12 +417,6 @@ class TrainingTest(Float8TestCase):
         with mock.patch.object(float8.logger, "warning_once") as warn:
             self.assertIsNone(projections.terms_of(wrapper, torch.zeros(1, 3, wrapper.in_features)))
         self.assertIn("a ModulesToSaveWrapper runs in its own dtype", warn.call_args.args[0])
-
-    def test_no_warning_without_cause(self):
-        model = use_float8(make(), supported)
-        with mock.patch.object(float8.logger, "warning_once") as warn:
-            result(model)
-        warn.assert_not_called()
 
 
 class KeptTest(Float8TestCase):
@@ -526,7 +479,7 @@ class LeakTest(Float8TestCase):
         (gradient,) = torch.autograd.grad((logits * targets).sum(), embeddings)
         return [x.detach()[0].split(LENGTHS) for x in (logits, gradient)]
 
-    @parameterized.expand([("qwen3_5",), ("bfloat16",), ("qwen3_next",)])
+    @parameterized.expand([("bfloat16",), ("qwen3_next",)])
     def test_documents_stay_apart(self, name):
         model = use_float8(make("qwen3_5" if name == "bfloat16" else name), supported)
         if name == "qwen3_next":
@@ -631,12 +584,11 @@ class KernelsTest(InterpretedKernelsTest, Float8TestCase):
     @parameterized.expand(
         [
             ("plain", lambda model: model),
-            ("adapters", adapted),
             ("adapters_and_weights", lambda model: adapted(model).requires_grad_()),
         ]
     )
     def test_gradients_equal_those_of_the_torch_forms(self, _, change):
-        model, texts = use_float8(change(make()), supported), documents(lengths=(7, 1, 4))
+        model, texts = use_float8(change(make()), supported), documents(lengths=(4, 1))
         with mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: False):
             expected = result(model, texts)
         found = result(model, texts)
@@ -650,19 +602,13 @@ class KernelsTest(InterpretedKernelsTest, Float8TestCase):
         self.assertTrue(same(again, found))
 
     def test_dropout_of_adapters(self):
-        model, texts = adapted(make(), lora_dropout=0.2), documents(lengths=(7, 1, 4))
+        """The layers are computed again in backward, with the same dropout."""
+        model, texts = adapted(make(), lora_dropout=0.2), documents(lengths=(4, 1))
+        model.enable_input_require_grads()
         set_seed(1)
         plain = result(model, texts)
         use_float8(model, supported)
-        for checkpointing in (False, True):
-            if checkpointing:
-                model.enable_input_require_grads()
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-            set_seed(1)
-            found = result(model, texts)
-            self.assert_differs(found, plain)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        set_seed(1)
+        self.assert_differs(result(model, texts), plain)
         self.assertEqual(implementations_used()["linear_float8_lora"], ["fused"])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from mixins.lora import randomized
 from mixins.model import packed_batch, total_relative_error
-from mixins.patch import builtin_model
+from mixins.patch import builtin_model, on_a_gpu
 from parameterized import parameterized
 
 from transformers_packed import patch_model, use_float8
@@ -16,7 +16,7 @@ from transformers_packed.models.projections import terms_of
 from transformers_packed.ops import implementations_used
 from transformers_packed.ops.dispatch import _used
 from transformers_packed.ops.linear import shared_input_linears
-from transformers_packed.ops.terms import Dequantized, Float8Weight, Projection
+from transformers_packed.ops.terms import Float8Weight, Projection
 from transformers_packed.ops.terms import float8 as ops
 
 
@@ -66,12 +66,6 @@ def run(model):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def on_a_gpu():
-    """The layers choose what they fuse on a GPU, in torch forms."""
-    triton = "transformers_packed.ops.backends.triton"
-    return mock.patch.multiple(triton, on_gpu=lambda tensor: True, problem=lambda: "are left out here")
-
-
 class ProductsTest(unittest.TestCase):
     def test_the_stored_bytes_are_used(self):
         """The same as a plain weight of the same values, but for the rounding of gradients to float8."""
@@ -92,28 +86,6 @@ class ProductsTest(unittest.TestCase):
         torch.testing.assert_close(dx, cast.float() * row_scale[:, None] @ data.float(), rtol=1e-5, atol=1e-5)
         error = (dx - dy @ values).norm() / (dy @ values).norm()
         self.assertTrue(1e-3 < error < 4e-2, error)
-
-    def test_beside_a_trained_weight(self):
-        """Layers with one input may store their weights in different ways."""
-        generator = torch.Generator().manual_seed(0)
-        x, frozen, trained = (torch.randn(*s, generator=generator) for s in ((20, 32), (48, 32), (16, 32)))
-        scale = frozen.abs().amax(1) / 448
-        data = (frozen / scale[:, None]).to(torch.float8_e4m3fn)
-        values = data.float() * scale[:, None]
-        results = []
-        for in_float8 in (True, False):
-            leaves = [x.clone().requires_grad_(), trained.clone().requires_grad_()]
-            if in_float8:
-                weights = Float8Weight(data, scale, torch.float32), Float8Weight(leaves[1])
-            else:
-                weights = Dequantized(frozen.shape, torch.float32, lambda: values), leaves[1]
-            layers = map(Projection, weights)
-            outputs = shared_input_linears(leaves[0], *layers)
-            upstream = [torch.linspace(-1, 1, y.numel()).view_as(y).sin() for y in outputs]
-            results.append([*outputs, *torch.autograd.grad(outputs, leaves, upstream)])
-        for got, want in zip(*results, strict=True):
-            error = (got - want).norm() / want.norm()
-            self.assertTrue(1e-3 < error < 6e-2, error)
 
 
 @unittest.skipUnless(HAS_TORCHAO, "needs torchao and peft")
@@ -198,7 +170,3 @@ class ModelTest(unittest.TestCase):
         if kind == "hook":
             layer.register_forward_hook(lambda module, args, output: output + 1)
         self.assertIsNone(terms_of(layer, torch.randn(3, 32, dtype=torch.bfloat16)))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -238,7 +238,3 @@ class InstalledTest(unittest.TestCase):
             self.assertEqual([name for _, name, *_ in installed.FOR_ADAPTERS.installed], list(public))
             installed.FOR_ADAPTERS.uninstall()
         self.assertIs(peft.PeftModel.load_adapter, public["load_adapter"])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -67,7 +67,7 @@ class KeptAttentionTest(unittest.TestCase):
             found = gradients(model, model(**batch).loss)
         return found, attentions.counts
 
-    @parameterized.expand([("qwen3_next", False), ("qwen3_5", False), ("qwen3_5", True), ("qwen3_5_moe", False)])
+    @parameterized.expand([("qwen3_next", False), ("qwen3_5", True)])
     def test_changes_no_bit(self, family, lora):
         model = patch_model(all_linear(family) if lora else builtin_model(family)).train()
         batch = packed_batch(documents()) | {"use_cache": False}
@@ -129,20 +129,16 @@ class KeptAttentionTest(unittest.TestCase):
                     folder,
                     activation_checkpointing=True,
                     activation_checkpointing_kwargs=options,
-                    max_steps=3,
+                    max_steps=2,
                     logging_steps=1,
                     report_to="none",
                     use_cpu=True,
                 )
-                rows = [{"input_ids": x.tolist(), "labels": x.tolist()} for x in documents() * 8]
+                rows = [{"input_ids": x.tolist(), "labels": x.tolist()} for x in documents() * 4]
                 trainer = Trainer(model, args, train_dataset=rows)
                 configure_packing(trainer, True, max_length=160)
                 trainer.train()
                 self.assertEqual(json.loads(args.to_json_string())["activation_checkpointing_kwargs"], options)
                 losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
         self.assertEqual(*losses)
-        self.assertEqual(len(losses[0]), 3)
-
-
-if __name__ == "__main__":
-    unittest.main()
+        self.assertEqual(len(losses[0]), 2)

@@ -27,6 +27,8 @@ ROWS = {
 }
 ATTENTION = {name: cls for name in ROWS for cls, mixer in FAMILIES[name].mixers.items() if "Attention" in cls}
 NORMED = {"mamba_rms_norm": True, "mamba_n_groups": 2}
+# Each kind of row: Mamba-2 with and without a gated norm, a short convolution, and Mamba with and without norms.
+TOUCHED = ["bamba", "falcon_h1", "lfm2", "jamba", "zamba"]
 VARIANTS = [
     *((family, {}) for family in ROWS),
     ("bamba", {"mamba_n_groups": 2, "time_step_limit": (0.25, 1.0), "mamba_proj_bias": True}),
@@ -70,7 +72,7 @@ class MixersTest(unittest.TestCase):
         self.check(tiny_model(family, **options), documents(LENGTHS))
         self.assertEqual(implementations_used()[ROWS[family]], ["row"])
 
-    @parameterized.expand(["bamba", "falcon_h1", "lfm2", "jamba", "mamba", "falcon_mamba", "zamba"])
+    @parameterized.expand(TOUCHED)
     def test_hooks_and_adapters_have_their_effect(self, family):
         seen = []
 
@@ -86,7 +88,7 @@ class MixersTest(unittest.TestCase):
         self.assertEqual(len(seen), per_model * (len(LENGTHS) + 1))
         self.assertGreaterEqual(per_model, 2)
 
-    @parameterized.expand(["bamba", "falcon_h1", "lfm2", "jamba", "mamba", "falcon_mamba", "zamba"])
+    @parameterized.expand(TOUCHED)
     def test_lora(self, family):
         # PEFT refuses the output layer of some families.
         targets = {"bamba": ["in_proj", "out_proj"], "lfm2": ["in_proj", "out_proj"]}.get(family, ["in_proj"])
@@ -143,7 +145,7 @@ class MixersTest(unittest.TestCase):
         self.assertEqual(len(seen) % (len(LENGTHS) + 1), 0)
         self.assertGreater(len(seen), 0)
 
-    @parameterized.expand(["bamba", "falcon_h1", "lfm2", "jamba", "mamba", "zamba"])
+    @parameterized.expand(["bamba", "lfm2", "mamba"])
     def test_padded_batches_and_caches_run_the_stock_forward(self, family):
         stock = tiny_model(family).eval()
         model = patch_model(copy.deepcopy(stock))
@@ -166,51 +168,37 @@ class MixersTest(unittest.TestCase):
             self.assertEqual(used.get(ATTENTION[family]), found)
             self.assertEqual(used.get("attention"), ["per_document(sdpa)"] if attention == "sdpa" else None)
 
-    @parameterized.expand(["bamba", "zamba"])
-    def test_bfloat16(self, family):
-        """Steps are computed in float32, other than by the stock class."""
-        model = tiny_model(family).bfloat16()
-        rows = documents(LENGTHS)
+    @parameterized.expand([("bamba", ssd, False), ("zamba", selective_scan, False), ("falcon_h1", ssd, True),
+                           ("mamba", selective_scan, True)])  # fmt: skip
+    def test_bfloat16(self, family, op, autocast):
+        """Of the model or by autocast. Steps are computed in float32, other than by the stock class."""
+        model, rows, seen = tiny_model(family), documents(LENGTHS), []
+        model = model if autocast else model.bfloat16()
         logits, _ = alone(copy.deepcopy(model).float(), rows)
-        output = patch_model(model)(**packed_batch(rows))
-        self.assertEqual(output.logits.dtype, torch.bfloat16)
-        self.assertLess(relative_error(output.logits[0].float(), torch.cat(logits)), 5e-2)
-
-    @parameterized.expand([("bamba", ssd), ("falcon_h1", ssd), ("mamba", selective_scan), ("zamba", selective_scan)])
-    def test_autocast(self, family, op):
-        model, rows = tiny_model(family), documents(LENGTHS)
-        logits, _ = alone(model, rows)
-        seen = []
         scan = lambda x, *args, **options: seen.append(x.dtype) or op(x, *args, **options)  # noqa: E731
-        with torch.autocast("cpu", torch.bfloat16), mock.patch.object(mixers, op.__name__, scan):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), mock.patch.object(mixers, op.__name__, scan):
             output = patch_model(model)(**packed_batch(rows))
         self.assertEqual(set(seen), {torch.bfloat16})
         self.assertLess(relative_error(output.logits[0].float(), torch.cat(logits)), 5e-2)
 
 
 class InterpretedMixersTest(InterpretedKernelsTest):
-    def check(self, family, **options):
-        """Compare a packed row with its documents alone, and return what ran."""
-        model, rows = tiny_model(family, **options), documents(LENGTHS)
+    @parameterized.expand(
+        [
+            ("bamba", {"mamba_n_groups": 2}, "ssd", "gated_rms_norm_linear"),
+            ("falcon_h1", {}, "ssd", "swiglu_linear"),
+            ("jamba", {}, "selective_scan", "swiglu_linear"),
+            ("zamba", {}, "selective_scan", "swiglu_linear"),
+        ]
+    )
+    def test_kernels(self, family, options, scan, layer):
+        """A packed row equals its documents alone."""
+        model, rows = tiny_model(family, **options), documents((5, 1, 3))
         logits, loss = alone(model, rows)
         expected = gradients(model, loss)
         dispatch._used.clear()
         output = patch_model(model)(**packed_batch(rows))
         self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
         self.assertLess(total_relative_error(gradients(model, output.loss), expected), 1e-4)
-        return implementations_used()
-
-    @parameterized.expand([("bamba", {"mamba_n_groups": 2}), ("falcon_h1", {}), ("nemotron_h", {"n_groups": 2})])
-    def test_kernels(self, family, options):
-        used = self.check(family, **options)
-        self.assertEqual(used["ssd"], ["triton"])
-        self.assertEqual(used["swiglu_linear" if family == "falcon_h1" else "gated_rms_norm_linear"], ["triton"])
-
-    @parameterized.expand(["jamba", "falcon_mamba", "zamba"])
-    def test_kernels_of_mamba(self, family):
-        used = self.check(family)
-        self.assertEqual([used["selective_scan"], used["swiglu_linear"]], [["triton"]] * 2)
-
-
-if __name__ == "__main__":
-    unittest.main()
+        used = implementations_used()
+        self.assertEqual([used[scan], used[layer]], [["triton"]] * 2)

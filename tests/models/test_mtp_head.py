@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from common.families import tiny_model
 from common.processes import ROWS, run_once
-from mixins.model import VOCAB_SIZE, relative_error, total_relative_error
-from mixins.vision import TEXT, alone_batch, document, vision_config
+from mixins.model import VOCAB_SIZE, gradients, relative_error, total_relative_error
+from mixins.vision import EXPERTS, TEXT, alone_batch, document, vision_config
 from parameterized import parameterized
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -35,12 +35,6 @@ from transformers_packed.parallel import SequenceParallel, shard_batch
 
 # Older releases have none.
 MtpModel = getattr(modeling_layers, "MtpModel", None)
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
 HEAD = {"mtp_num_hidden_layers": 1}
 FAMILIES = {
     "dense": (Qwen3_5ForCausalLM, lambda: Qwen3_5TextConfig(**TEXT, **HEAD)),
@@ -96,13 +90,6 @@ def targets_of(samples):
     return tuple(sum(x != -100 for sample in samples for x in sample["labels"][ahead:]) for ahead in (1, 2))
 
 
-def gradients(model, loss):
-    """Without those of a vision tower, if there is no image."""
-    model.zero_grad()
-    loss.backward()
-    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
-
-
 def alone(model, samples):
     """The loss of each document alone, summed as a row is."""
     trunk, head = targets_of(samples)
@@ -125,7 +112,7 @@ class EqualityTest(unittest.TestCase):
         model, samples = make_model(family), make_samples()
         self.check(model, model(**packed(samples)).loss, alone(model, samples))
 
-    @parameterized.expand([("right", True), ("right", False), ("left", True), ("left", False)])
+    @parameterized.expand([("right", False), ("left", True)])
     def test_a_padded_batch_equals_its_documents(self, side, packs):
         model, samples = make_model("dense"), make_samples()
         batch = padded(samples, side)
@@ -133,7 +120,9 @@ class EqualityTest(unittest.TestCase):
             batch["use_cache"] = False
         self.check(model, model(**batch, packs_padding=packs).loss, alone(model, samples))
 
-    @parameterized.expand([(family, tree) for family in FAMILIES for tree in ("groups", "tokens", "conversation")])
+    @parameterized.expand(
+        [("dense", "groups"), ("dense", "tokens"), ("experts", "conversation"), ("qwen3_next", "tokens")]
+    )
     def test_a_tree_equals_its_paths(self, family, tree):
         """A target counts once, in the path to its document."""
         parent_of = {
@@ -155,11 +144,6 @@ class EqualityTest(unittest.TestCase):
         self.assertEqual(model.losses[-1].record.pop()[1], targets_of(paths)[1])
         self.assertEqual(int((MtpLoss.targets_of(batch) != -100).sum()), targets_of(paths)[1])
         self.check(model, loss, alone(model, paths))
-
-    def test_rows_without_a_mask_are_documents(self):
-        model, samples = make_model("dense"), make_samples((9, 9, 9))
-        batch = {name: torch.tensor([s[name] for s in samples]) for name in ("input_ids", "labels")}
-        self.check(model, model(**batch).loss, alone(model, samples))
 
     def test_with_logits_and_with_another_head(self):
         model, samples = make_model("dense"), make_samples()
@@ -254,7 +238,7 @@ def _shares(size):
 
 
 class SequenceParallelTest(unittest.TestCase):
-    @parameterized.expand([(size, name) for size in (2, 4) for name in ROWS])
+    @parameterized.expand([(2 + 2 * (number % 2), name) for number, name in enumerate(ROWS)])
     def test_equals_the_whole_row(self, size, name):
         """The next rank's first tokens are what a rank's last tokens are followed by."""
         model, samples = make_model("dense").double(), make_samples(ROWS[name])
@@ -269,15 +253,6 @@ class SequenceParallelTest(unittest.TestCase):
 
 
 class TargetsTest(unittest.TestCase):
-    def test_numbers(self):
-        """The last two tokens of a document have no target, so documents of one or two tokens have none."""
-        model = make_model("dense")
-        model.losses[-1].record = []
-        for length in (1, 2, 3, 9):
-            sample = {"input_ids": list(range(1, 1 + length)), "labels": list(range(1, 1 + length))}
-            model(**packed([sample]), num_items_in_batch=1)
-            self.assertEqual(model.losses[-1].record.pop()[1], max(length - 2, 0))
-
     @parameterized.expand(["row", "right", "left"])
     def test_the_count_of_a_batch_is_that_of_the_loss(self, form):
         model, samples = make_model("dense"), make_samples()
@@ -427,21 +402,9 @@ class CheckpointTest(unittest.TestCase):
         batch = packed(make_samples())
         self.assertRaisesRegex(ValueError, "a head of multi-token prediction, got one without", model, **batch)
 
-    def test_a_checkpoint_without_a_head(self):
-        model = patch_model(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TEXT)))
-        model.save_pretrained(self.folder)
-        with registered():
-            loaded = AutoModelForCausalLM.from_pretrained(self.folder)
-        loaded.config.mtp_num_hidden_layers = 1
-        self.assertRaisesRegex(ValueError, f"tensors mtp\\.\\* in {self.folder}, got none", add_mtp, loaded)
-
     def test_a_padded_batch_with_shared_prompts(self):
         model, prompt = make_model("dense"), [*range(1, 80)]
         model.share_prompts = True
         samples = [{"input_ids": [*prompt, x], "labels": [*prompt, x]} for x in (3, 4)]
         batch = padded(samples, "right") | {"use_cache": False}
         self.assertRaisesRegex(ValueError, "got a padded batch with shared prompts", model, **batch)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -77,7 +77,3 @@ class BytesTest(unittest.TestCase):
             lines = [line for line in page.splitlines() if line.startswith(f"| `{name}`")]
             self.assertEqual(len(lines), 1)
             self.assertTrue(row in lines[0], row)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -61,7 +61,3 @@ class NumElementsTest(unittest.TestCase):
             layer.weight = four_bit.to("cpu").weight
         self.assertLess(layers[0].weight.numel(), layers[0].in_features * layers[0].out_features)
         self.check(model)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -89,24 +89,13 @@ class TextTest(unittest.TestCase):
                 logits = model(input_ids=row[None], position_ids=SHAPES[name](positions), use_cache=True).logits
                 self.assertLess(relative_error(logits, expected), 1e-5)
 
-    @parameterized.expand(["text", *VISION, "jamba"])
+    @parameterized.expand(["text", "vision", "jamba"])
     def test_several_rows(self, kind):
         model, rows = patch_model(model_of(kind)), torch.stack(tokens((12, 12)))
         restarting = torch.arange(12).remainder(7).expand(2, 12)
         for positions in (restarting, restarting.expand(3, 2, 12), restarting.expand(4, 2, 12)):
             with self.assertRaisesRegex(ValueError, "batch size 1.*position_ids that restart, got batch size 2"):
                 model(input_ids=rows, position_ids=positions)
-
-    @parameterized.expand([(kind, rows) for kind in ("text", "next") for rows in (3, 4)])
-    def test_other_sources_beside_them(self, kind, rows):
-        model, documents = patch_model(model_of(kind)), tokens()
-        collator = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")
-        batch = collator([{"input_ids": x} for x in documents])
-        positions = batch["position_ids"].expand(rows, 1, -1)
-        moved = batch["cu_seqlens"].clone()
-        moved[1] -= 1
-        with self.assertRaisesRegex(ValueError, "position_ids with the 4 documents"):
-            model(input_ids=batch["input_ids"], position_ids=positions, cu_seqlens=moved)
 
 
 class ImagesTest(unittest.TestCase):
@@ -176,7 +165,7 @@ class ImagesTest(unittest.TestCase):
 
 
 class OtherMasksTest(unittest.TestCase):
-    @parameterized.expand(MODELS)
+    @parameterized.expand(["text", "vision", "jamba", "bloom"])
     def test_boundaries_as_a_mask(self, kind):
         """Collators for FlashAttention pass cumulative lengths as mask, others number the documents."""
         model, row = patch_model(model_of(kind)), torch.cat(tokens())[None]
@@ -185,11 +174,6 @@ class OtherMasksTest(unittest.TestCase):
         numbers = torch.arange(1, 5).repeat_interleave(lengths)
         positions = torch.cat([torch.arange(n) for n in LENGTHS]).expand(3, 1, -1)
         for mask, fix in ((cumulative, "cu_seq_lens_q"), (numbers, "seq_idx")):
-            for shaped in (mask, mask.int(), mask[None]):
-                for beside in ({}, {"position_ids": positions}):
-                    with self.assertRaisesRegex(ValueError, f"pass them as {fix}|Pass them as {fix}"):
-                        model(input_ids=row, attention_mask=shaped, **beside)
-
-
-if __name__ == "__main__":
-    unittest.main()
+            for shaped, beside in ((mask, {}), (mask[None].int(), {"position_ids": positions})):
+                with self.assertRaisesRegex(ValueError, f"[pP]ass them as {fix}"):
+                    model(input_ids=row, attention_mask=shaped, **beside)

@@ -90,14 +90,9 @@ class SkippedModulesTest(QuantizationTest):
         expected = quantized_layers(self.load()) - {"q_proj"}
         self.assertEqual(quantized_layers(self.load(quantization_config=config)), expected)
         self.assertEqual(config.llm_int8_skip_modules, ["q_proj"])
-
-    def test_through_an_auto_class_and_from_a_dictionary(self):
-        expected = quantized_layers(self.load())
-        config = four_bit().to_dict() | {"llm_int8_skip_modules": ["o_proj"]}
+        config = four_bit().to_dict() | {"llm_int8_skip_modules": ["q_proj"]}
         with registered():
-            self.assertEqual(quantized_layers(self.load(AutoModelForCausalLM)), expected)
-            found = quantized_layers(self.load(AutoModelForCausalLM, quantization_config=config))
-        self.assertEqual(found, expected - {"o_proj"})
+            self.assertEqual(quantized_layers(self.load(AutoModelForCausalLM, quantization_config=config)), expected)
 
     def test_everything_that_transformers_skips_is_skipped(self):
         classifier = Qwen3_5TextForSequenceClassification(Qwen3_5TextConfig(**SIZE, num_labels=3, pad_token_id=0))
@@ -163,11 +158,8 @@ class FusedQuantizedLayersTest(QuantizationTest):
         full.load_state_dict({n: x.float() for n, x in model.state_dict().items() if "lora_" in n}, strict=False)
         return full
 
-    @parameterized.expand(
-        [(f"{how}_{'autocast' if cast else 'plain'}{'_prepared' if prepare else ''}", how, cast, prepare)
-         for how in ("loaded", "patched") for cast in (True, False) for prepare in (True, False)]
-    )  # fmt: skip
-    def test_is_not_worse_than_peft(self, _, how, autocast, prepare):
+    @parameterized.expand([("loaded", True, False), ("loaded", False, True), ("patched", True, True)])
+    def test_is_not_worse_than_peft(self, how, autocast, prepare):
         cls = Qwen3_5ForCausalLM if how == "loaded" else builtin.Qwen3_5ForCausalLM
         model = self.load(cls) if how == "loaded" else patch_model(self.load(cls))
         model = self.adapted(model, prepare)
@@ -200,7 +192,3 @@ class FusedQuantizedLayersTest(QuantizationTest):
         layer = layer.to("cpu")
         weight = projections._bitsandbytes(layer, False).compute()
         self.assertTrue(torch.equal(weight, dequantize_4bit(layer.weight.data, layer.weight.quant_state)))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -140,7 +140,3 @@ class WithoutPackagesTest(unittest.TestCase):
         self.assertEqual(
             done.stdout.split(), ["transformers_packed.models.qwen3_next.modeling_qwen3_next"], done.stderr
         )
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -33,22 +33,13 @@ def gradients(model, loss, **options):
 
 
 class SecondOrderTest(unittest.TestCase):
-    @parameterized.expand(["qwen3_5", "qwen3_next", "qwen3_5_moe"])
+    @parameterized.expand(["qwen3_5", "qwen3_next"])
     def test_gradient_penalty(self, family):
         builtin, model = models(family)
         norm, expected = penalty(builtin, alone(builtin, documents())[1])
         got_norm, got = penalty(model, model(**packed_batch(documents()), skip_logits=False).loss)
         self.assertLess(relative_error(got_norm, norm), 1e-5)
         self.assertLess(total_relative_error(got, expected), 1e-4 if family != "qwen3_5" else 1e-5)
-
-    def test_gradient_penalty_with_checkpointing(self):
-        _, model = models()
-        batch = packed_batch(documents())
-        norm, expected = penalty(model, model(**batch, skip_logits=False).loss)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        got_norm, got = penalty(model, model(**batch, skip_logits=False).loss)
-        self.assertLess(relative_error(got_norm, norm), 1e-6)
-        self.assertLess(total_relative_error(got, expected), 1e-6)
 
     def test_the_loss_without_logits_names_the_argument_that_gives_them(self):
         _, model = models()
@@ -67,9 +58,8 @@ class SecondOrderTest(unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, "retain_graph=True"):
             gradients(model, loss)
 
-    @parameterized.expand(["sdpa", "eager"])
-    def test_torch_func_grad(self, attention):
-        builtin, model = models(attention=attention)
+    def test_torch_func_grad(self):
+        builtin, model = models(attention="sdpa")
         expected = gradients(builtin, alone(builtin, documents())[1])
         batch = packed_batch(documents())
 
@@ -80,20 +70,3 @@ class SecondOrderTest(unittest.TestCase):
         got, logits = torch.func.grad(loss_and_logits, has_aux=True)(dict(model.named_parameters()))
         self.assertLess(total_relative_error(got, expected), 1e-5)
         self.assertEqual(logits.shape[:2], batch["input_ids"].shape)
-
-    def test_second_order_by_torch_func(self):
-        builtin, model = models()
-        _, expected = penalty(builtin, alone(builtin, documents())[1])
-        batch = packed_batch(documents())
-
-        def loss(parameters):
-            return torch.func.functional_call(model, parameters, (), batch).loss
-
-        def norm(parameters):
-            return sum(x.square().sum() for x in torch.func.grad(loss)(parameters).values()).sqrt()
-
-        self.assertLess(total_relative_error(torch.func.grad(norm)(dict(model.named_parameters())), expected), 1e-5)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -98,7 +98,3 @@ class TensorParallelTest(unittest.TestCase):
                     self.assertEqual(got.keys(), expected[what].keys())
                     for key, gradient in got.items():
                         self.assertLess(total_relative_error({key: gradient}, {key: expected[what][key]}), 1e-3, key)
-
-
-if __name__ == "__main__":
-    unittest.main()

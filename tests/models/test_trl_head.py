@@ -60,7 +60,7 @@ class TRLHeadTest(unittest.TestCase):
             self.assertLess(relative_error(a, b), 1e-4)
         return ours.call_count
 
-    @parameterized.expand([(f"{loss}_{frozen}", loss, frozen) for loss in LOSSES for frozen in (False, True)])
+    @parameterized.expand([("sum", "sum", False), ("weighted", "weighted", True), ("entropy", "entropy", False)])
     def test_scores_and_gradients(self, _, loss, frozen):
         self.assertEqual(self.compare(loss, frozen=frozen, outputs=OUTPUTS, temperature=0.8), 1)
 
@@ -124,7 +124,3 @@ class TRLHeadTest(unittest.TestCase):
             with self.assertRaisesRegex(RuntimeError, "scored by TRL"):
                 score(model, "sum")
             self.assertIs(trl_utils._ChunkedLogProbFunction, Theirs)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,11 +1,13 @@
 import importlib.metadata
 import subprocess
 import sys
+import tempfile
 import unittest
 from pathlib import Path
 
 import pytest
 import torch
+from common.processes import run_script
 
 
 TESTS = Path(__file__).parent.parent
@@ -57,8 +59,9 @@ class VisibleKernelsTest(unittest.TestCase):
 
         Layers share the chunks of a row in these calls only, because others may record the search in a CUDA graph.
         """
-        result = self.run_python(
-            "import importlib, inspect, torch\n"
+        code = (
+            "import importlib, inspect, sys, torch\n"
+            "del sys.modules['fla'], sys.modules['causal_conv1d']\n"
             "from fla.ops import kda\n"
             "from transformers_packed import SequenceBoundaries\n"
             "from transformers_packed.ops.backends import fla\n"
@@ -99,6 +102,10 @@ class VisibleKernelsTest(unittest.TestCase):
             "options['initial_state'] = torch.zeros(1, 2, 16, 16)\n"
             "fla.kimi_delta_rule(*(x[:, :1] for x in row), **options)\n"
         )
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "script.py")
+            path.write_text(code)
+            (result,) = run_script(path)
         gate = "A_log", "dt_bias", "lower_bound", "use_gate_in_kernel"
         common = "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"
         lengths = "cu_seqlens", "use_graph", "safe_gate"
@@ -127,7 +134,3 @@ class VisibleKernelsTest(unittest.TestCase):
             "assert models[transformers.MambaConfig] is transformers.MambaForCausalLM\n"
         )
         self.assertEqual(result.returncode, 0, result.stderr[-3000:])
-
-
-if __name__ == "__main__":
-    unittest.main()

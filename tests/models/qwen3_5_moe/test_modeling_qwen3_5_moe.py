@@ -1,8 +1,9 @@
 import unittest
 
 import torch
-from mixins.model import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
+from mixins.model import PackedModelTesterMixin, PackedVariantTesterMixin, packed_batch, relative_error
 from mixins.padding import PackedPaddingRouterTesterMixin
+from mixins.patch import EXPERTS
 from mixins.shared_code import SharedModelTesterMixin
 from mixins.shared_padding import SharedPaddingTesterMixin
 from mixins.vision import TEXT, PackedVisionTesterMixin, vision_config
@@ -13,15 +14,39 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe as packed
 
 
-EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+class Qwen3_5MoeModelTest(PackedPaddingRouterTesterMixin, PackedVariantTesterMixin, unittest.TestCase):
+    builtin_class = builtin.Qwen3_5MoeForCausalLM
+    packed_class = packed.Qwen3_5MoeForCausalLM
+    is_moe = True
+
+    def get_config(self):
+        text = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+        return Qwen3_5MoeTextConfig(**text, **EXPERTS, initializer_range=0.02)
+
+    def test_base_model_as_a_tuple(self):
+        _, model = self.models()
+        batch = packed_batch(self.documents)
+        batch.pop("labels")
+        as_dict = model.model(**batch)
+        self.assertTrue(torch.equal(model.model(**batch, return_dict=False)[0], as_dict.last_hidden_state))
+        self.assertEqual(as_dict.last_hidden_state.shape[1], sum(self.lengths))
 
 
-class RouterStatisticsTesterMixin:
+class Qwen3_5MoeVisionTest(
+    SharedPaddingTesterMixin,
+    SharedModelTesterMixin,
+    PackedPaddingRouterTesterMixin,
+    PackedVisionTesterMixin,
+    PackedModelTesterMixin,
+    unittest.TestCase,
+):
+    builtin_class = builtin.Qwen3_5MoeForConditionalGeneration
+    packed_class = packed.Qwen3_5MoeForConditionalGeneration
+    is_moe = True
+
+    def get_config(self):
+        return Qwen3_5MoeConfig(**vision_config({**TEXT, **EXPERTS}))
+
     @parameterized.expand([("tail_padding", 64), ("no_padding", None)])
     def test_router_statistics_leave_padding_out(self, _, multiple):
         """Router logits cover real tokens only. The auxiliary loss equals that of the padded batch with its mask."""
@@ -39,40 +64,3 @@ class RouterStatisticsTesterMixin:
                 model(**row)
             with self.assertRaisesRegex(ValueError, "together with padding_tokens"):
                 model(input_ids=row["input_ids"], padding_tokens=4)
-
-
-class Qwen3_5MoeModelTest(
-    PackedPaddingRouterTesterMixin, RouterStatisticsTesterMixin, PackedModelTesterMixin, unittest.TestCase
-):
-    builtin_class = builtin.Qwen3_5MoeForCausalLM
-    packed_class = packed.Qwen3_5MoeForCausalLM
-    is_moe = True
-
-    def get_config(self):
-        text = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-        return Qwen3_5MoeTextConfig(**text, **EXPERTS, initializer_range=0.02)
-
-    def test_base_model_as_a_tuple(self):
-        _, model = self.models()
-        batch = packed_batch(self.documents)
-        batch.pop("labels")
-        as_dict = model.model(**batch)
-        self.assertTrue(torch.equal(model.model(**batch, return_dict=False)[0], as_dict.last_hidden_state))
-        self.assertEqual(as_dict.last_hidden_state.shape[1], sum(self.lengths))
-        self.assertLess(int(batch["input_ids"].max()), VOCAB_SIZE)
-
-
-class Qwen3_5MoeVisionTest(
-    SharedPaddingTesterMixin,
-    SharedModelTesterMixin,
-    PackedPaddingRouterTesterMixin,
-    RouterStatisticsTesterMixin,
-    PackedVisionTesterMixin,
-    unittest.TestCase,
-):
-    builtin_class = builtin.Qwen3_5MoeForConditionalGeneration
-    packed_class = packed.Qwen3_5MoeForConditionalGeneration
-    is_moe = True
-
-    def get_config(self):
-        return Qwen3_5MoeConfig(**vision_config({**TEXT, **EXPERTS}))

@@ -4,16 +4,17 @@ from unittest import mock
 import torch
 from common.releases import RELEASE
 from mixins.model import (
-    VOCAB_SIZE,
     PackedModelTesterMixin,
+    PackedVariantTesterMixin,
     alone,
     gradients,
     packed_batch,
     relative_error,
     total_relative_error,
 )
-from mixins.padding import PackedPaddingRouterTesterMixin
-from mixins.vision import PIXELS, PackedVisionTesterMixin, vision_config
+from mixins.padding import PackedPaddingRouterTesterMixin, PackedPaddingTesterMixin
+from mixins.patch import EXPERTS
+from mixins.vision import PIXELS, TEXT, PackedVisionTesterMixin, vision_config
 from packaging.version import Version
 from parameterized import parameterized
 from transformers import Qwen4ExpConfig, Qwen4ExpTextConfig
@@ -23,22 +24,10 @@ from transformers_packed.models.qwen4_exp import modeling_qwen4_exp as packed
 from transformers_packed.parallel import shard_batch
 
 
-OPTIONS = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
+OPTIONS = TEXT | {
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
     "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    **EXPERTS,
     "hc_lowrank": 8,
     "ple_layer_ids": [1, 3],
     "ple_embed_dim": 32,
@@ -55,12 +44,6 @@ OPTIONS = {
     "pad_token_id": None,
     "eos_token_id": 2,
     "initializer_range": 0.15,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [2, 1, 1],
-    },
 }
 
 
@@ -162,7 +145,11 @@ class Qwen4ExpModelTest(
 
 
 class Qwen4ExpVisionTest(
-    SkipsEagerTesterMixin, PackedPaddingRouterTesterMixin, PackedVisionTesterMixin, unittest.TestCase
+    SkipsEagerTesterMixin,
+    PackedPaddingTesterMixin,
+    PackedVisionTesterMixin,
+    PackedVariantTesterMixin,
+    unittest.TestCase,
 ):
     builtin_class = builtin.Qwen4ExpForConditionalGeneration
     packed_class = packed.Qwen4ExpForConditionalGeneration
