@@ -30,7 +30,7 @@ from ..models.replacements import REPLACEMENTS
 from ..models.sizes import sizes_for_ops
 from ..models.verdict import judge, text_config
 from ..ops.attention import serves_packed_rows
-from ..ops.availability import availability, is_kernel
+from ..ops.example import Setting, availability, is_kernel
 
 
 Ops = Mapping[str, tuple[str | None, list[tuple[str, str]]]]
@@ -265,7 +265,7 @@ def _of_masks(model: PreTrainedModel, attention: str, device: torch.device) -> I
 def _ops_of(model: PreTrainedModel | None, device: torch.device, dtype: torch.dtype, attention: str) -> Ops:
     """Return the ops of one of our models, with one implementation of attention."""
     sizes = {} if model is None else sizes_for_ops(text_config(model))
-    planned = availability(device, dtype, **sizes)
+    planned = availability(Setting(device, dtype, **sizes))
     found = {op: planned[op] for op in planned if not op.startswith("attention ")}
     # Without a model, those of Qwen's families are checked.
     used = {family.rule for family in (OWN[:1] if model is None else families_of(model, Own))}
@@ -273,7 +273,7 @@ def _ops_of(model: PreTrainedModel | None, device: torch.device, dtype: torch.dt
     scans = set() if model is None else {"ssd", "selective_scan"}
     for op in {*scans, *(family.rule for family in OWN)} - used:
         del found[op]
-    if model is not None and "expert_sizes" not in sizes:
+    if model is not None and "expert_width" not in sizes:
         del found["experts"]
     op = f"attention {attention}"
     if op not in planned and is_flash_attention_requested(requested_attention_implementation=attention):

@@ -218,17 +218,18 @@ def _mlp(text: PreTrainedConfig, number: int) -> int | Experts:
     return Experts(experts, text.num_experts_per_tok, width, shared, experts + 1, experts + text.hidden_size)
 
 
-def sizes_for_ops(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the arguments of [`availability`] for any text model. What it does not have keeps its default."""
+def sizes_for_ops(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the sizes of [`ops.example.Setting`] for any text model. What it does not have keeps its default."""
     size = lambda name: getattr(config, name, None)  # noqa: E731
+    key_dim, experts = size("linear_key_head_dim") or size("linear_head_dim"), size("num_experts")
     found = {
-        "delta_head_dim": size("linear_key_head_dim") or size("linear_head_dim"),
-        "value_head_dim": size("linear_value_head_dim"),
+        "key_dim": key_dim,
+        "value_dim": size("linear_value_head_dim") or key_dim,
         # In multi-head latent attention, `head_dim` is that of rotary embeddings.
-        "attention_head_dim": size("qk_head_dim") or size("head_dim"),
+        "head_dim": size("qk_head_dim") or size("head_dim"),
+        "hidden_size": experts and size("moe_intermediate_size") and size("hidden_size"),
+        "expert_width": experts and size("moe_intermediate_size"),
     }
-    if size("num_experts") and size("moe_intermediate_size"):
-        found["expert_sizes"] = size("hidden_size"), size("moe_intermediate_size")
     return {name: value for name, value in found.items() if value}
 
 

@@ -38,7 +38,7 @@ from ..models.verdict import (
     measured,
     text_config,
 )
-from ..ops.availability import availability
+from ..ops.example import Setting, availability
 from .facts import Facts, package_of
 from .restore import without_autocast
 from .trainers import ONLY_PAD
@@ -161,7 +161,7 @@ def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
     if families_of(model, Unpacked):
         return "running the model on each document alone", None
     attention = attention_of(config)
-    planned = availability(trainer.args.device, _compute_dtype(trainer), **sizes_for_ops(config))
+    planned = availability(Setting(trainer.args.device, _compute_dtype(trainer), **sizes_for_ops(config)))
     flash = is_flash_attention_requested(requested_attention_implementation=attention)
     unknown = None, [(attention, "is not known to keep packed rows apart")]
     name, refused = (attention, []) if flash else planned.get(f"attention {attention}", unknown)

@@ -30,8 +30,10 @@ class Dequantized(NamedTuple):
     dtype: torch.dtype
     compute: Callable[[], torch.Tensor]
 
-    # Whether the input may have more precision than the products.
-    casts_input = True
+    @property
+    def casts_input(self) -> bool:
+        """Whether the input may have more precision than the products."""
+        return True
 
 
 class DequantizedExperts(NamedTuple):
