@@ -3,7 +3,7 @@
 An op is a file with the public function, its reference and its `IMPLEMENTATIONS`; `dispatch.py` chooses one for each
 call. `backends/` has other packages' kernels and our own (`triton/`), and `terms/` what the output of a linear layer is a
 sum of. `per_document.py` makes any causal function an op, and `prompts.py` has the forms for shared prompts.
-`availability.py` says what a training call would select, and `compilations.py` records which kernels are compiled.
+`example.py` says what a training call would select, and `compilations.py` records which kernels are compiled.
 """
 
 from . import prompts  # noqa: F401  the forms of the ops for rows with shared prompts
