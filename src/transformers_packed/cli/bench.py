@@ -66,15 +66,11 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from .finetune import check_adapters, check_float8, compute_dtype, supported_config
+    from .finetune import config_and_dtype
 
     if args.plot and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install matplotlib")
-    check_adapters(args)
-    dtype = compute_dtype(args.dtype)
-    if args.float8:
-        check_float8(dtype)
-    config = supported_config(args.model, args).get_text_config()
+    config, dtype = config_and_dtype(args)
     lengths = choose_lengths(args)
     names = ("batch_size", "lora", "lora_rank", "experts", "load_in_4bit", "float8", "cuda_graphs", "attn", "weights")
     settings = {name: getattr(args, name) for name in (*names, "gradient_checkpointing", "seconds", "seed")}

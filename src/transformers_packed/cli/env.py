@@ -23,10 +23,9 @@ def add_options(parser: Parser) -> None:
     """Declare no option."""
 
 
-def run(_: argparse.Namespace) -> int:
+def run(_: argparse.Namespace) -> None:
     """Print the description."""
     print(describe_environment())
-    return 0
 
 
 def describe_environment() -> str:

@@ -59,8 +59,8 @@ KEPT_CHECKPOINTS = 2
 _UNSET_BY_DEFAULT = "row_length", "experts", "load_in_4bit", "mtp", "mtp_only"
 
 
-def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -> int:
-    """Check everything, train, and save the model and its tokenizer in `settings.output`; return the exit status 0.
+def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -> None:
+    """Check everything, train, and save the model and its tokenizer in `settings.output`.
 
     `settings` holds the options of the `train` command, `checkpoint` and `damaged` what [`find_checkpoint`] returned.
 
@@ -121,7 +121,6 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"at step {trainer.state.global_step}; {left(settings.output)}") from error
     _say_saved(settings)
-    return 0
 
 
 def _adapters(settings: Namespace) -> str:
@@ -290,6 +289,18 @@ def check_float8(dtype: torch.dtype) -> None:
     if reason := verify(weight, weight, dtype):
         expected, got = "a device and a dtype with products in float8", f"others: it {reason}"
         raise input_error(expected, got, "Remove --float8.", option="--float8")
+
+
+def config_and_dtype(args: Namespace) -> tuple[PreTrainedConfig, torch.dtype]:
+    """The configuration of `--model` and the dtype of products, for commands that run it with random weights.
+
+    Raises the errors of options that this machine or the model does not support.
+    """
+    check_adapters(args)
+    dtype = compute_dtype(args.dtype)
+    if args.float8:
+        check_float8(dtype)
+    return supported_config(args.model, args).get_text_config(), dtype
 
 
 def load_model(source: str, settings: Namespace, dtype: torch.dtype) -> PreTrainedModel:

@@ -31,7 +31,7 @@ def add_options(parser: Parser) -> None:
     shared("--gradient-accumulation-steps", "--optim", "--trust-remote-code")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print the plan."""
     from ..data.planning.memory import plan_sequence_parallel
     from .checkpoint import load_config
@@ -51,4 +51,3 @@ def run(args: argparse.Namespace) -> int:
         gradient_accumulation_steps=args.gradient_accumulation_steps,
     )
     print(plan.summary())
-    return 0

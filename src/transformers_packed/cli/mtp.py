@@ -36,7 +36,7 @@ def add_options(parser: Parser) -> None:
     shared("--trust-remote-code", help="run code of the tokenizer")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print the shares of accepted tokens."""
     if not args.json:
         say(f"Loading {args.model} ...")
@@ -72,9 +72,8 @@ def run(args: argparse.Namespace) -> int:
         rates = [rate if tokens else None for rate, tokens in zip(found.rates, drafted, strict=True)]
         figures = {"documents": number, "loss": found.loss, "drafted": drafted, "accepted": rates}
         print(json.dumps(figures | {"tokens_per_forward": found.tokens_per_forward}))
-        return 0
+        return
     say(f"{count(number, 'sample')}, loss of the head {found.loss:.4f}")
     for step, (rate, tokens) in enumerate(zip(found.rates, drafted, strict=True), start=1):
         say(f"token {step}: {rate:7.1%} accepted of {tokens:,} drafted" if tokens else f"token {step}: none drafted")
     say(f"{found.tokens_per_forward:.2f} tokens per forward of the model with {count(args.steps, 'drafted token')}")
-    return 0

@@ -58,7 +58,7 @@ def add_options(parser: Parser) -> None:
     shared("--seed", "--trust-remote-code")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Plan, print the summary, and write the requested outputs.
 
     Raises:
@@ -90,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"Wrote {args.plot}")
     for row in range(min(args.preview, len(plan))):
         print("", *describe_row(plan, row, samples, tokenizer), sep="\n")
-    return 0
 
 
 def find_tokenizer(args: argparse.Namespace) -> "PreTrainedTokenizerBase | None":

@@ -77,7 +77,7 @@ def add_options(parser: Parser) -> None:
     shared("--trust-remote-code", help="run code of the tokenizer")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Train and save the model."""
     args.max_length = args.max_length or args.row_length or LONGEST_SAMPLE
     if args.mtp_only and args.lora:
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    return finetune(args, checkpoint, damaged)
+    finetune(args, checkpoint, damaged)
 
 
 def _check_processes(size: int, processes: int) -> None:

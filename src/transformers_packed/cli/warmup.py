@@ -32,24 +32,20 @@ def add_options(parser: Parser) -> None:
     shared("--attn", "--dtype", "--weights", "--gradient-checkpointing")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Compile the kernels, and print them and where they are."""
     import torch
 
     from ..errors import input_error
     from ..models.sizes import take_few_layers
     from ..training.warm_up import compiles_kernels, warm_up
-    from .finetune import check_adapters, check_float8, compute_dtype, supported_config, untrained_model
+    from .finetune import config_and_dtype, untrained_model
 
-    check_adapters(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not compiles_kernels(device):
         fix = "Run the command where training will run. A CPU needs no kernels."
         raise input_error("a CUDA device, for which kernels are compiled", device.type, fix)
-    dtype = compute_dtype(args.dtype)
-    if args.float8:
-        check_float8(dtype)
-    config = supported_config(args.model, args).get_text_config()
+    config, dtype = config_and_dtype(args)
     take_few_layers(config, args.float8)
     model = untrained_model(config, args, dtype, device, args.row_length)
 
@@ -60,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
     raise_on_interrupt()
     found = warm_up(model, args.row_length, max_documents=args.max_documents, loss=loss, dtype=dtype)
     print_kernels(found)
-    return 0
 
 
 def print_kernels(found: list[Any]) -> None:
