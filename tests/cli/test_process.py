@@ -125,14 +125,6 @@ def test_processes_of_bench_print_nothing(folder):
     ]
 
 
-@pytest.mark.slow
-def test_processes_of_demo_print_only_our_lines(folder):
-    status, stdout, stderr = run(folder, "-m", "transformers_packed.cli", "demo", "--samples=40", "--steps=2")
-    assert (status, stderr) == (0, "")
-    assert not re.search("torchao|bitsandbytes|deprecated|Warning|site-packages|\r", stdout)
-    assert "training, packed: step 2/2, loss " in stdout
-
-
 WARN = """
 import logging, sys, warnings
 from transformers_packed.cli import process

@@ -633,7 +633,7 @@ class CommandTest(unittest.TestCase):
         self.assertIn("linear_float8_lora", dispatch.implementations_used())
 
     def test_float8_is_checked_first(self):
-        with mock.patch.object(finetune, "verify", return_value=(False, "needs another GPU")):
+        with mock.patch.object(finetune, "verify", return_value="needs another GPU"):
             self.check_error("--float8: expected a device and a dtype .*: it needs another GPU", "--float8")
 
     def test_a_dataset(self):

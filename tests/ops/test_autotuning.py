@@ -76,13 +76,6 @@ class AutotuningTest(unittest.TestCase):
                 self.assertLess(sum(tuner.do_bench.keywords.values()), 50)
             self.assertIs(tuner.do_bench, before)
 
-    def test_an_error_is_left_to_the_measurement(self):
-        configs = [Config(16), Config(32)]
-        tuner = self.tuner(configs, mock.Mock(side_effect=RuntimeError("out of shared memory")))
-        with autotuning.tuned_in_threads():
-            self.assertEqual(Autotuner.prune_configs(tuner, {"grid": (1,)}), configs)
-        self.assertEqual(tuner.fn.run.call_count, 2)
-
     def test_other_releases_of_triton(self):
         with (
             mock.patch.object(triton, "AsyncCompileMode", None),

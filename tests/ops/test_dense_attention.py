@@ -71,23 +71,6 @@ class GroupTest(unittest.TestCase):
         self.assertLess(time_of(lengths, found) / best, 1 + 1e-9)
         self.assertLess(time_of(lengths, found), time_of(lengths, []))
 
-    def test_a_new_order_must_pay(self):
-        """Two documents are long, and the copies of the whole row into another order would take longer than they save."""
-        short = [480] * 120
-        self.assertEqual(len(dense.group([4200, 3200, *short], *HEADS)), 2)
-        self.assertEqual(dense.group([*short, 4200, 3200], *HEADS), [])
-        self.assertEqual(len(dense.group([*short, 24000], *HEADS)), 1)
-        # Only the first one keeps its place.
-        for row in ([12000, *short, 4000], [8000, *[1000] * 100, 7000]):
-            self.assertEqual([documents for documents, _ in dense.group(row, *HEADS)], [[0]])
-
-    def test_few_shapes(self):
-        """The padded lengths of an octave are 16, and padding is at most a sixteenth."""
-        lengths = range(4097, 8193)
-        self.assertEqual(len({dense.padded_length(n) for n in lengths}), 16)
-        for n in (*lengths, 1024, 65536, 100_001):
-            self.assertTrue(n <= dense.padded_length(n) < n * 17 / 16)
-
 
 class DenseAttentionTest(unittest.TestCase):
     def setUp(self):

@@ -49,7 +49,6 @@ def unaligned(x):
 
 LAYOUTS = {
     "off_grid": off_grid,
-    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
     "unaligned": unaligned,
 }
 

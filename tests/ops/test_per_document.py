@@ -1,4 +1,3 @@
-import itertools
 import unittest
 
 import torch
@@ -131,28 +130,6 @@ class BucketLayoutTest(unittest.TestCase):
                 self.assertEqual(row, [*range(start, start + length), *[-1] * (bucket.length - length)])
                 documents.add(document)
         self.assertEqual(documents, set(range(len(lengths))))
-
-    @parameterized.expand(
-        [
-            (str(lengths), lengths)
-            for lengths in ([5], [64, 65], [2000, 100, 1990, 79], [300, 129], [640, 1, 320, 320, 96])
-        ]
-    )
-    def test_padding_and_calls_cost_least(self, _, lengths):
-        """Compare with every way to divide the documents, sorted by length, into groups."""
-
-        def cost(groups):
-            return sum(128 + len(group) * -(-max(group) // 64) * 64 for group in groups)
-
-        ordered = sorted(lengths, reverse=True)
-        cheapest = float("inf")
-        for cuts in itertools.product((False, True), repeat=len(ordered) - 1):
-            groups = [[ordered[0]]]
-            for length, cut in zip(ordered[1:], cuts, strict=True):
-                groups.append([length]) if cut else groups[-1].append(length)
-            cheapest = min(cheapest, cost(groups))
-        buckets = layout_for(lengths).buckets
-        self.assertEqual(cost([[bucket.length] * bucket.num_documents for bucket in buckets]), cheapest)
 
     def test_many_documents(self):
         """Grouping many documents works on their few distinct lengths."""

@@ -120,7 +120,8 @@ class ReferenceTest(ScanReferenceTesterMixin, unittest.TestCase):
 
 class InterpretedTest(ScanTesterMixin, InterpretedKernelsTest):
     call, make_inputs = staticmethod(call), staticmethod(make_inputs)
-    sizes, buffer_sizes = SIZES[1], SIZES[1:2]
+    # Each group of channels is a program. Those of several groups are tested with inputs of several dtypes.
+    sizes, buffer_sizes = (6, 1, 5), [(6, 1, 5)]
 
     # What is tested with other sizes does not depend on the dtype.
     @parameterized.expand([(SIZES[0],), (SIZES[2],)])

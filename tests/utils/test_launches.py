@@ -20,55 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils" / "measured
 import launch_checks as checks
 import launch_lines
 import launches
-from launches import compared, interrupt, passed, select
+from launches import compared, passed, select
 
 
 ROOT = Path(__file__).resolve().parents[2]
-PRINTED = """12 samples (messages) with 753 tokens.
-step 5/10, epoch 0.50: loss 1.5431, 4,511 tokens/s, 1 min 5 s left
-step 10/10, epoch 1.00: loss nan, 4,600 tokens/s
-tuned/step 11/20, epoch 1.00: loss 3.0
-"""
-
-
-class ReadingTest(unittest.TestCase):
-    def setUp(self):
-        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-    def test_losses_of_the_command_line(self):
-        losses = checks.printed_losses(PRINTED)
-        self.assertEqual(list(losses), [5, 10])
-        self.assertEqual(losses[5], 1.5431)
-        self.assertTrue(math.isnan(losses[10]))
-
-    def test_the_newest_checkpoint_counts(self):
-        for step in (5, 10):
-            (self.folder / f"checkpoint-{step}").mkdir()
-            log = {"log_history": [{"step": step, "loss": step / 2}, {"step": step, "train_runtime": 1}]}
-            (self.folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(log))
-        self.assertEqual(checks.logged(self.folder, "loss"), {10: 5.0})
-
-    def record(self, name, *ranks):
-        for rank, entries in enumerate(ranks):
-            lines = "".join(json.dumps(entry) + "\n" for entry in entries)
-            (self.folder / f"{name}.rank{rank}.jsonl").write_text(lines)
-        return checks.recorded(self.folder, name)
-
-    def test_two_processes_and_one_have_the_rows_in_the_same_order(self):
-        loss = {"step": 1, "loss": 2.0, "grad_norm": 1.0}
-        two = self.record("two", [{"step": 1, "rows": ["a", "c"]}, loss], [{"step": 1, "rows": ["b", "d"]}])
-        one = self.record("one", [{"step": 1, "rows": ["a", "b", "c", "d"]}, loss])
-        self.assertEqual(two, one)
-        self.assertEqual(two["loss"], {1: 2.0})
-
-    def test_an_interrupted_run_keeps_its_first_checkpoint(self):
-        for step in (5, 10):
-            (self.folder / f"checkpoint-{step}").mkdir()
-        for name in ("model.safetensors", "transformers_packed_train.json"):
-            (self.folder / name).touch()
-        interrupt(self.folder)
-        names = {path.name for path in self.folder.iterdir()}
-        self.assertEqual(names, {"checkpoint-5", "transformers_packed_train.json"})
 
 
 class ComparisonTest(unittest.TestCase):

@@ -73,11 +73,11 @@ class TrainTest(unittest.TestCase):
 
     def test_steps_of_dpo_agree(self):
         """Log-probabilities of whole answers agree as well."""
-        pairs = ["--task", "dpo", "--tokens", "160", "--documents", "4", "--prompt", "20", "--lora"]
+        pairs = ["--task", "dpo", "--tokens", "320", "--documents", "4", "--prompt", "70", "--lora"]
         short = [*pairs, "--warmup", "1", "--steps", "1", "--device", "cpu"]
         tools = ("ours", "ours+shared", "padded")
         ours, shared, padded = self.runs("tiny", [[*short, "--tool", tool] for tool in tools])
-        for entry, row in ((ours, 160), (shared, 120)):
+        for entry, row in ((ours, 320), (shared, 180)):
             self.assertEqual((entry["shapes"], entry["forwards_per_step"]), ([[1, row]], 1))
             self.assertTrue(entry["padding_free"])
             self.assertAlmostEqual(entry["losses"]["1"], padded["losses"]["1"], delta=1e-4)
@@ -202,15 +202,3 @@ class IsolationTest(unittest.TestCase):
         self.assertEqual(leaking["repeated"], 0)
         ours = self.check(DataCollatorWithFlattening(), patch_model(stock))
         self.assertEqual(ours["changed"], 0)
-
-    @parameterized.expand([("other rows", True), ("the row alone", False)])
-    def test_a_leak_between_answers_is_noticed(self, _, leaks):
-        def logps(model, ids, mask, kept):
-            values = ids[:, -kept:].double()
-            return (values.cumsum(dim=0) if leaks else values), None
-
-        args = argparse.Namespace(tokens=1600, documents=16, prompt=80, answers=8, warmup=1, steps=1)
-        trainer = SimpleNamespace(model=torch.nn.Linear(1, 1), _get_per_token_logps_and_entropies=logps)
-        found = groups.check_answers(args, trainer, groups.make_groups(args))
-        self.assertEqual(found["isolation"]["changed"] > 0, leaks)
-        self.assertEqual(found["isolation"]["repeated"], 0)

@@ -21,52 +21,17 @@ from upstream import edits, prove, source, write  # noqa: E402
 from upstream.patch import NAMES, Patch  # noqa: E402
 
 
-CODE = '''
-"""A module."""
-
-
+CODE = """
 class Collator:
-    """A collator.
-
-    Args:
-        first (`int`):
-            One,
-            explained.
-        last (`int`): two
-    """
-
-    def __call__(self, features, **kwargs):
-        """Do it."""
-        # About the loop
-        for feature in features:
-            self.call(
-                feature,
-                key=1,
-                **kwargs,
-            )
-        return done(features, 2)
+    def __call__(self, features): ...
 
 
-def outer(a, *, b=1, **kwargs):
-    def inner():
-        return a
-
-    return inner
-'''
+def outer(a):
+    def inner(): ...
+"""
 
 
 class EditsTest(unittest.TestCase):
-    def edited(self, path, change):
-        return edits.edit(cst.parse_module(CODE), path, change).code
-
-    def difference(self, code):
-        """Return the lines that an edit added, and check that it changed no others."""
-        before, after = CODE.splitlines(), code.splitlines()
-        added = [line for line in after if line not in before]
-        self.assertEqual([line for line in after if line not in added], [line for line in before if line in after])
-        self.assertTrue(set(before) <= set(after))
-        return added
-
     def test_find(self):
         module = cst.parse_module(CODE)
         self.assertEqual(edits.find(module, "Collator.__call__").name.value, "__call__")
@@ -74,59 +39,6 @@ class EditsTest(unittest.TestCase):
         for path in ("Collator.forward", "inner", "outer.other.inner"):
             with self.assertRaisesRegex(edits.TargetChanged, "expected one"):
                 edits.find(module, path)
-
-    def test_insert(self):
-        def loop(statement):
-            return isinstance(statement, cst.For)
-
-        code = self.edited(
-            "Collator.__call__", lambda f: edits.insert_before(f, "a loop", loop, "\n# Before\nbefore()\n")
-        )
-        self.assertEqual(self.difference(code), ["        # Before", "        before()"])
-        self.assertLess(code.index("before()"), code.index("# About the loop"))
-        code = self.edited("Collator.__call__", lambda f: edits.insert_after(f, "a loop", loop, "\n\nafter()\n"))
-        self.assertIn("            )\n\n        after()\n        return", code)
-        code = self.edited("Collator.__call__", lambda f: edits.insert_first(f, "first()"))
-        self.assertIn('"""Do it."""\n        first()\n\n        # About the loop\n', code)
-        with self.assertRaisesRegex(edits.TargetChanged, "expected 1 of a while, found 0"):
-            self.edited("outer", lambda f: edits.insert_before(f, "a while", lambda s: isinstance(s, cst.While), "x"))
-
-    @parameterized.expand(
-        [
-            ("self.call", "new=2", ["                new=2,"]),
-            ("done", "new=2", ["        return done(features, 2, new=2)"]),
-            ("done", "**kwargs", ["        return done(features, 2, **kwargs)"]),
-        ]
-    )
-    def test_add_argument(self, callee, argument, added):
-        code = self.edited(
-            "Collator", lambda c: edits.edit_calls(c, callee, lambda x: edits.add_argument(x, argument))
-        )
-        self.assertEqual([line for line in code.splitlines() if line not in CODE.splitlines()], added)
-        compile(code, "code", "exec")
-        call = edits.calls_in(cst.parse_module(code), callee)[0]
-        self.assertTrue(edits.has_argument(call, argument.split("=")[0]))
-
-    def test_replace_argument(self):
-        code = self.edited(
-            "Collator", lambda c: edits.edit_calls(c, "self.call", lambda x: edits.replace_argument(x, "key", "3"))
-        )
-        self.assertEqual(code, CODE.replace("key=1", "key=3"))
-        with self.assertRaisesRegex(edits.TargetChanged, "argument `other` of `self.call`"):
-            self.edited(
-                "Collator",
-                lambda c: edits.edit_calls(c, "self.call", lambda x: edits.replace_argument(x, "other", "3")),
-            )
-        with self.assertRaisesRegex(edits.TargetChanged, "expected 1 calls of `other`, found 0"):
-            self.edited("Collator", lambda c: edits.edit_calls(c, "other", lambda x: x))
-
-    def test_add_parameters(self):
-        code = self.edited("outer", lambda f: edits.add_parameters(f, "c: int = 2", "d=3"))
-        self.assertEqual(code, CODE.replace("b=1, **", "b=1, c: int = 2, d=3, **"))
-        code = self.edited("Collator.__call__", lambda f: edits.add_parameters(f, "c=2"))
-        self.assertEqual(code, CODE.replace("features, **", "features, c=2, **"))
-        with self.assertRaisesRegex(edits.TargetChanged, "kwargs"):
-            self.edited("outer.inner", lambda f: edits.add_parameters(f, "c=2"))
 
 
 def made_up(folder: Path, code: str = "x = 1\n") -> source.Source:

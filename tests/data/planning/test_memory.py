@@ -337,7 +337,7 @@ class FormulaeTest(unittest.TestCase):
         config = Qwen3_5MoeTextConfig(**SMALL, **EXPERTS)
         names = "lora", "float8", "cuda_graphs", "gradient_checkpointing"
         settings = Namespace(load_in_4bit=True, attn=None, weights="float32", **dict.fromkeys(names, False))
-        model = untrained_model(config, settings, False, torch.device("cpu"), 64)
+        model = untrained_model(config, settings, torch.float32, torch.device("cpu"), 64)
         linear = [x for x in model.modules() if isinstance(x, Linear4bit)]
         experts = [x for x in model.parameters() if isinstance(x, ExpertsIn4bit)]
         self.assertEqual(len(experts), 2 * config.num_hidden_layers)
