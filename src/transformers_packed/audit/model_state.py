@@ -29,12 +29,11 @@ def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     """
     inner = inner_model(model)
     devices = sorted({x.device.index for x in model.parameters() if x.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), _same_values(model):
-        with frozen(model), _in_training(model), quiet(model):
-            if hasattr(inner.config, "use_cache"):
-                inner.config.use_cache = False
-            _batch_experts(inner, notes)
-            yield
+    with torch.random.fork_rng(devices=devices), _same_values(model), frozen(model), _in_training(model), quiet(model):
+        if hasattr(inner.config, "use_cache"):
+            inner.config.use_cache = False
+        _batch_experts(inner, notes)
+        yield
 
 
 @contextmanager

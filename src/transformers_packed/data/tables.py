@@ -66,8 +66,7 @@ def is_list(column: Any) -> bool:
     """Whether the values of a column are lists."""
     import pyarrow as pa
 
-    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_kind(column.type) for is_kind in kinds)
+    return isinstance(column.type, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
 
 
 def list_lengths(column: Any) -> np.ndarray:
