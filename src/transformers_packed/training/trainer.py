@@ -13,7 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
 from ..foreign import swapped
-from ..models.releases import shifts_labels
+from ..models.releases import COUNT_ITEMS, shifts_labels
 from . import typed
 from .callbacks.warm_up import WarmUpCallback
 from .configure import configure_packing
@@ -105,7 +105,6 @@ class PackedTrainer(typed.Trainer):
     def __init__(self, *args: Any, sequence_parallel_size: int | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._evaluated: list[torch.Tensor] = []
-        self._predicts = False
         self._full: tuple[int, int] | None = None
         packing: Mode = getattr(self.args, "packing_mode", "auto")
         options: dict[str, Any] = {x.name: getattr(self.args, x.name, x.default) for x in fields(TrainingOptions)}
@@ -131,7 +130,10 @@ class PackedTrainer(typed.Trainer):
         if self._full is not None and len(self._evaluated) == self._full[0] and inputs.get("labels") is not None:
             inputs["labels"][self._full[1] :] = -100
         targets, mask = self._count_targets(inputs), inputs.get("attention_mask")
-        with swapped(vars(self), _predicts=True):
+        # The loss would become part of a sum over processes, but evaluation weights each loss by its own targets.
+        ours = self.compute_loss_func is None or isinstance(self.compute_loss_func, SampleMean)
+        counts = {COUNT_ITEMS: lambda *_: None} if self.args.world_size > 1 and ours else {}
+        with swapped(vars(self), **counts):
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None and targets is not None:
             targets = targets.to(loss)
@@ -153,14 +155,6 @@ class PackedTrainer(typed.Trainer):
             labels = labels[..., 1:] if shifts_labels(self) else labels
         targets = inputs.get("shift_labels", labels)
         return None if targets is None else (targets != -100).sum()
-
-    def _get_num_items_in_batch(self, *args, **kwargs):
-        # The loss would become part of a sum over processes, but evaluation weights each loss by its own targets.
-        # `model.training` cannot tell: it is still False when the first step after an evaluation counts its targets.
-        ours = self.compute_loss_func is None or isinstance(self.compute_loss_func, SampleMean)
-        if self._predicts and self.args.world_size > 1 and ours:
-            return None
-        return super()._get_num_items_in_batch(*args, **kwargs)
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
