@@ -120,10 +120,7 @@ class PropertiesTest(unittest.TestCase):
         self.assertEqual(parts, {})
 
         self.assertEqual(len(plan) % (arguments["world_size"] * arguments["gradient_accumulation_steps"]), 0)
-        too_long = [length for length in lengths if length > max_length]
-        fate = {"drop": "dropped", "truncate": "truncated", "split": "split"}[arguments["overlong"]]
-        for kind in ("dropped", "truncated", "split"):
-            self.assertEqual(getattr(plan, f"{kind}_samples"), len(too_long) if kind == fate else 0)
+        self.assertEqual(plan.overlong_samples, sum(length > max_length for length in lengths))
         self.assertEqual(plan.tokens + plan.lost_tokens, sum(lengths))
         self.assertEqual((plan.input_samples, plan.input_tokens), (len(lengths), sum(lengths)))
 
