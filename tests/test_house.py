@@ -77,7 +77,6 @@ CHANGES = {
     ("training/callbacks/verify.py", "_evaluate"),
     ("training/restore.py", "in_dtype"),
     ("training/restore.py", "replace_collator"),
-    ("training/state.py", "State._class.undo"),
     # Forwards that accelerate prepared, around another use of them.
     ("models/releases.py", "prepare_again"),
     # Plugins of other frameworks, and what other packages undo.

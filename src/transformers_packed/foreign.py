@@ -3,8 +3,8 @@
 `models/installed.py` has the changes that stay for longer.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -25,7 +25,7 @@ def put(target: Any, name: Any, value: Any) -> None:
         else:
             setattr(target, name, value)
     elif value is MISSING:
-        del target[name]
+        target.pop(name, None)
     else:
         target[name] = value
 
@@ -63,15 +63,6 @@ def swapped(*targets: Any, **values: Any) -> Iterator[None]:
     finally:
         for target, name, value in before:
             put(target, name, value)
-
-
-@contextmanager
-def swapped_in(objects: Iterable[Any], **values: Any) -> Iterator[None]:
-    """Let attributes of several objects have other values while the block runs."""
-    with ExitStack() as stack:
-        for one in objects:
-            stack.enter_context(swapped(vars(one), **values))
-        yield
 
 
 def attention_of(config: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 from ..data.collator import DataCollatorWithFlattening
 from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
-from ..foreign import attention_of, swapped_in
+from ..foreign import attention_of, swapped
 from ..models.losses.head import head_loss
 from ..models.mtp_head import add_mtp, first_choices, head_of, language_model
 from ..models.trunk_row import TrunkRow
@@ -114,7 +114,7 @@ def mtp_acceptance(
         raise input_error("attention that takes a mask for several steps", f'"{implementation}"', fix)
     collator = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore", model=inner)
     found: list[tuple] = []
-    with swapped_in(inner.modules(), training=False):
+    with swapped(*map(vars, inner.modules()), training=False):
         for row in _rows(samples, max_tokens):
             found += _of_row(inner, head, collator, row, steps)
     accepted, drafted, losses = (torch.stack(x) for x in zip(*found, strict=True))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map_only, tree_unflatten
 
-from ..foreign import swapped_in
+from ..foreign import swapped
 
 
 # Represents a change that is not finite, such as NaN that spreads from one document to another.
@@ -104,7 +104,7 @@ def eager(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Context manager that disables `torch.compile`, because compiled graphs run no hooks."""
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
-    with swapped_in([x for x in model.modules() if x._compiled_call_impl], _compiled_call_impl=None):
+    with swapped(*(vars(x) for x in model.modules() if x._compiled_call_impl), _compiled_call_impl=None):
         yield model
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..audit.model_state import frozen
 from ..data.samples import has_items
-from ..foreign import swapped, swapped_in
+from ..foreign import swapped
 from ..models.losses import OWN, losses_of, trains_trunk
 from ..models.packed_model import PackedModelMixin
 from ..models.registry import inner_model
@@ -94,7 +94,7 @@ def beside_ddp(wrapped: torch.nn.Module) -> Iterator[None]:
 def not_packing(model: torch.nn.Module) -> AbstractContextManager:
     """Compute padded batches as such meanwhile, also in the models that losses read."""
     modules = chain.from_iterable(one.modules() for one in _with_others(model))
-    return swapped_in([x for x in modules if isinstance(x, PackedModelMixin)], packs_padding=False)
+    return swapped(*(vars(x) for x in modules if isinstance(x, PackedModelMixin)), packs_padding=False)
 
 
 def _with_others(model: torch.nn.Module) -> list[torch.nn.Module]:
