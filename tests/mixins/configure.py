@@ -29,9 +29,7 @@ def llama() -> LlamaForCausalLM:
 
 class ConfigureTestCase(unittest.TestCase):
     def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.directory = directory.name
+        self.directory = self.enterContext(tempfile.TemporaryDirectory())
 
     def build(self, kind="trainer", *args, **kwargs) -> Trainer:
         return build(kind, *args, directory=self.directory, **kwargs)

@@ -71,9 +71,8 @@ def targets(row: dict) -> int:
 
 class ShardedTrainingTest(unittest.TestCase):
     @parameterized.expand(
-        [("ddp", "qwen3_5"), ("fsdp2", "qwen3_5"), ("fsdp2_resharded", "qwen3_5"), ("ddp", "experts")]
-        + [("fsdp2_resharded", "qwen3_next"), ("fsdp2_resharded", "experts")]
-        + [("ddp", "float8"), ("fsdp2", "float8"), ("fsdp2_resharded", "float8")]
+        [("ddp", "qwen3_5"), ("fsdp2", "qwen3_5"), ("fsdp2_resharded", "qwen3_next"), ("fsdp2_resharded", "experts")]
+        + [("ddp", "float8"), ("fsdp2_resharded", "float8")]
     )
     def test_equals_one_process(self, kind, family):
         model = make(family)
@@ -85,7 +84,7 @@ class ShardedTrainingTest(unittest.TestCase):
             self.assertEqual(found.keys(), expected.keys())
             self.assertLess(total_relative_error(found, expected), 1e-5)
 
-    @parameterized.expand(["qwen3_5", "qwen3_next", "experts"])
+    @parameterized.expand(["qwen3_5", "experts"])
     def test_parts_of_a_row(self, family):
         model = make(family).train()
         model(**batch(0), use_cache=False, num_items_in_batch=targets(batch(0))).loss.backward()
@@ -94,7 +93,3 @@ class ShardedTrainingTest(unittest.TestCase):
         self.assertTrue(fused > 10 or family == "experts")
         total = {name: first[name] + second[name] for name in expected}
         self.assertLess(total_relative_error(total, expected), 1e-5)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 from transformers_packed import DataCollatorWithFlattening, PackingDataset, configure_packing, patch_model
 
 
-STEPS = 10
+STEPS = 4
 MAX_LENGTH = 128
 
 

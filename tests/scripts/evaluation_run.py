@@ -1,4 +1,4 @@
-"""Evaluate packed rows with metrics in several processes: `evaluation_run.py TRAINER OUTPUT`, as with torchrun.
+"""Evaluate packed rows with metrics in several processes: `evaluation_run.py OUTPUT`, as with torchrun.
 
 Also trains two steps, so that a set-up is verified on all processes.
 """
@@ -7,13 +7,13 @@ import sys
 
 import torch
 from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, end_process
-from transformers import AutoModelForCausalLM, Trainer, set_seed
+from transformers import AutoModelForCausalLM, set_seed
 
-from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingDataset, configure_packing
+from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingDataset
 
 
 if __name__ == "__main__":
-    kind, output = sys.argv[1:]
+    (output,) = sys.argv[1:]
     torch.set_num_threads(1)
     set_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
@@ -26,9 +26,7 @@ if __name__ == "__main__":
     options = {**OPTIONS, "max_steps": 2, "per_device_train_batch_size": 3, "per_device_eval_batch_size": 4}
     args = PackedTrainingArguments(f"{output}.trainer", **options, eval_strategy="steps", eval_steps=2)
     samples = {"train_dataset": Samples(24), "eval_dataset": PackingDataset(Samples(23), 128)}
-    trainer = (PackedTrainer if kind == "packed" else Trainer)(model, args, compute_metrics=metrics, **samples)
-    if kind != "packed":
-        configure_packing(trainer)
+    trainer = PackedTrainer(model, args, compute_metrics=metrics, **samples)
     trainer.train()
     predicted = len(trainer.predict(samples["eval_dataset"]).predictions)
     loss = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
@@ -42,12 +40,6 @@ if __name__ == "__main__":
             )
     alone = sum(loss for loss, _ in parts) / sum(targets for _, targets in parts)
     if trainer.is_world_process_zero():
-        found = {
-            "evaluated": seen[0],
-            "predicted": predicted,
-            "loss": loss,
-            "alone": alone,
-            "processes": args.world_size,
-        }
-        torch.save(found, output)
+        found = {"evaluated": seen[0], "predicted": predicted, "loss": loss, "alone": alone}
+        torch.save({**found, "processes": args.world_size}, output)
     end_process()

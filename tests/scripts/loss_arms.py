@@ -63,7 +63,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     results = {}
     for arm in ("padded", "packed"):
-        trainer = build_sample_trainer(arm, f"{output}.{arm}", max_steps=10)
+        trainer = build_sample_trainer(arm, f"{output}.{arm}", max_steps=4)
         results[arm] = updates_and_losses(trainer)
     if trainer.is_world_process_zero():
         torch.save({**results, "processes": trainer.args.world_size}, output)

@@ -26,7 +26,7 @@ def build(folder, kind="alone", samples=None, model=None, **options):
     }.get(kind, {"per_device_train_batch_size": BATCH})
     if kind == "sequence_parallel":
         shares["sequence_parallel_size"] = 2
-    arguments = {"max_steps": 3, "mtp_loss_weight": 0.5, "train_sampling_strategy": "sequential", **OPTIONS, **shares}
+    arguments = {"max_steps": 2, "mtp_loss_weight": 0.5, "train_sampling_strategy": "sequential", **OPTIONS, **shares}
     set_seed(0)
     model = model or Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TINY, mtp_num_hidden_layers=1))
     return PackedTrainer(

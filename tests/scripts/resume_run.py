@@ -22,7 +22,7 @@ import transformers_packed as packed
 MAX_LENGTH = 32
 
 
-def documents(size: int = 150) -> list[dict]:
+def documents(size: int = 90) -> list[dict]:
     """Build documents of equal tokens, `i + 1` in document `i`, so that a row identifies its documents."""
     lengths = torch.randint(1, 21, (size,), generator=torch.Generator().manual_seed(5)).tolist()
     return [{"input_ids": [i + 1] * length} for i, length in enumerate(lengths)]

@@ -111,7 +111,7 @@ def build_trainer(arm: str, family: str, output_dir: str, **arguments) -> Traine
     args = TrainingArguments(
         output_dir,
         **{
-            "max_steps": 20,
+            "max_steps": 4,
             "per_device_train_batch_size": 3,
             "gradient_accumulation_steps": 2,
             **OPTIONS,

@@ -28,12 +28,14 @@ CALLS = {
     "float8": {"packing": False, "float8": True},
     "mtp": {"packing": "padding_free", "mtp_loss_weight": 0.1},
     "mtp_only": {"packing": "padding_free", "mtp_only": True},
+    "batches": {"packing": "batches"},
     "no graphs": {"packing": "padding_free", "cuda_graphs": False},
 }
 
 
 # What each call leaves to undo, and what each finds after packing.
-PAIRS = [(first, second) for first in CALLS for second in CALLS if second in ("padding_free", "off") or first == "mtp"]
+PAIRS = [(first, "padding_free") for first in CALLS]
+PAIRS += [("mtp", second) for second in ("auto", "pack", "float8", "mtp", "mtp_only")]
 
 
 def text(value):
@@ -82,15 +84,18 @@ class AgainTest(ConfigureTestCase):
             said(configure_packing, twice, **first)
             again, _ = said(configure_packing, twice, **second)
         self.assertEqual(again, line)
-        want, got = state(once), state(twice)
-        for name in want:
-            self.assertEqual(got[name], want[name], name)
+        self.check_same_state(twice, state(once))
         return twice
+
+    def check_same_state(self, trainer, expected):
+        found = state(trainer)
+        for name, value in expected.items():
+            self.assertEqual(found[name], value, name)
 
     @parameterized.expand(PAIRS)
     def test_the_last_call_counts(self, first, second):
         trainer = self.check(CALLS[first], CALLS[second], self.build)
-        self.assertEqual(sum(type(x) is Applied for x in trainer.callback_handler.callbacks), second != "off")
+        self.assertEqual(sum(type(x) is Applied for x in trainer.callback_handler.callbacks), 1)
 
     @parameterized.expand([(first,) for first in CALLS])
     def test_off_leaves_the_trainer_as_built(self, first):
@@ -98,11 +103,9 @@ class AgainTest(ConfigureTestCase):
         said(configure_packing, trainer, **CALLS[first])
         said(configure_packing, trainer, False)
         built.args.packing = built.args.padding_free = False
-        want, got = state(built), state(trainer)
-        for name in want:
-            self.assertEqual(got[name], want[name], name)
+        self.check_same_state(trainer, state(built))
 
-    @parameterized.expand(["padding_free", "pack", "off"])
+    @parameterized.expand(["padding_free", "pack"])
     def test_an_error_leaves_the_earlier_set_up(self, first):
         trainer = self.build()
         said(configure_packing, trainer, **CALLS[first])
@@ -114,9 +117,7 @@ class AgainTest(ConfigureTestCase):
         with self.assertRaisesRegex(ValueError, "float8=True without torch_compile"):
             configure_packing(trainer, float8=True)
         trainer.args.torch_compile = False
-        after = state(trainer)
-        for name in before:
-            self.assertEqual(after[name], before[name], name)
+        self.check_same_state(trainer, before)
         said(configure_packing, trainer, False)
         self.assertEqual(
             {type(x).__module__ for x in trainer.model.modules() if "qwen3_5" in type(x).__module__},
@@ -136,16 +137,14 @@ class AgainTest(ConfigureTestCase):
         self.assertIs(trainer.data_collator, collator)
         self.assertIs(trainer.callback_handler.callbacks[-2], callback)
 
-    @parameterized.expand(["rows", "collator"])
-    def test_off_says_what_stays_packed(self, kind):
+    @parameterized.expand([("train_dataset", "PackingDataset"), ("data_collator", "DataCollatorWithFlattening")])
+    def test_off_says_what_stays_packed(self, place, kind):
         """What the user has built packs the batches, so nothing is undone."""
-        rows = PackingDataset(Samples(12).rows, 128) if kind == "rows" else Samples(12).rows
+        rows = PackingDataset(Samples(12).rows, 128) if place == "train_dataset" else Samples(12).rows
         trainer = self.build(dataset=rows, collator=DataCollatorWithFlattening())
         before = [len(batch["input_ids"]) for batch in trainer.get_train_dataloader()]
         line, _ = said(configure_packing, trainer, False)
-        what = {"rows": "train_dataset (PackingDataset)", "collator": "data_collator (DataCollatorWithFlattening)"}[
-            kind
-        ]
+        what = f"{place} ({kind})"
         self.assertEqual(line, f"Packing off, training is unchanged, on packed rows of the {what}: packing=False\n")
         self.assertEqual([len(batch["input_ids"]) for batch in trainer.get_train_dataloader()], before)
 

@@ -21,10 +21,9 @@ from transformers_packed.models.registry import has_our_classes
 
 if HAS_TRL:
     from datasets import Dataset
-    from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-ARGS = {**{name: SGD[name] for name in SGD if name != "bf16"}, "learning_rate": 0.1, "max_steps": 3}
+ARGS = {**{name: SGD[name] for name in SGD if name != "bf16"}, "learning_rate": 0.1, "max_steps": 2}
 VERIFIED = r"Verified packing on a batch of which (\d+) of (\d+) tokens are computed: .*differ by (\S+) from padded"
 
 
@@ -82,20 +81,20 @@ class BatchesTestCase(ConfigureTestCase):
 
 
 def check_same(case, packed, padded, **options) -> None:
-    """The check measures what is the same to 1e-5, and three updates are the same."""
+    """The check measures what is the same to 1e-5, and two updates are the same."""
     case.assertIn("Padding-free on", said(configure_packing, packed, "batches", **options)[0])
     output, (updates, losses) = said(updates_and_losses, packed)
     computed, given, error = re.search(VERIFIED, output).groups()
     case.assertLess(int(computed), int(given))
     case.assertLess(float(error), 1e-5)
     want, expected = updates_and_losses(padded)
-    case.assertEqual(len(expected), 3)
+    case.assertEqual(len(expected), 2)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
     case.assertLess(total_relative_error(updates, want), 1e-5)
 
 
 class OwnTrainerTest(BatchesTestCase):
-    @parameterized.expand([(Margin,), (Draws,), (Trainer,), (Library,)])
+    @parameterized.expand([(Draws,), (Trainer,), (Library,)])
     def test_trains_as_padded(self, kind):
         check_same(self, self.own(kind), self.own(kind))
 
@@ -142,17 +141,6 @@ class OwnTrainerTest(BatchesTestCase):
         said(configure_packing, trainer, "batches")
         self.assertIn("Not verified: the loss depends on no token", said(trainer.train)[0])
 
-    def test_undo(self):
-        trainer = self.own()
-        collator, callbacks = trainer.data_collator, list(trainer.callback_handler.callbacks)
-        said(configure_packing, trainer, "batches")
-        self.assertTrue(has_our_classes(trainer.model))
-        self.assertEqual((trainer.args.packing, trainer.args.padding_free), (False, True))
-        self.assertIs(trainer.data_collator, collator)
-        said(configure_packing, trainer, False)
-        self.assertFalse(has_our_classes(trainer.model))
-        self.assertEqual(trainer.callback_handler.callbacks, callbacks)
-
     def test_packed_trainer(self):
         args = PackedTrainingArguments(self.directory, packing="batches", report_to="none", use_cpu=True)
         model, collator = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()), DataCollatorForSeq2Seq(tokenizer())
@@ -162,12 +150,7 @@ class OwnTrainerTest(BatchesTestCase):
 
     @parameterized.expand(
         [
-            (
-                "rows",
-                {"dataset": PackingDataset(Samples(24), 128)},
-                {},
-                "padded batches, got packed rows of the train",
-            ),
+            ("rows", {"dataset": PackingDataset(Samples(24), 128)}, {}, "padded batches, got packed rows of the tr"),
             ("mtp", {"kind": Trainer}, {"mtp_loss_weight": 0.1}, 'got packing="batches"'),
             ("graphs", {}, {"cuda_graphs": True}, "whose batches are padded"),
             ("compiled", {"args": {"torch_compile": True}}, {}, "padded batches without torch.compile"),
@@ -182,17 +165,15 @@ class OwnTrainerTest(BatchesTestCase):
 
 
 class TRLTest(TRLTestCase):
-    @parameterized.expand(["orpo", "cpo"])
-    def test_trains_as_padded(self, kind):
+    def test_trains_as_padded(self):
         """Trainers that this package does not know."""
         trainers = []
         for _ in range(2):
-            cls, config = (ORPOTrainer, ORPOConfig) if kind == "orpo" else (CPOTrainer, CPOConfig)
             tokens = make_tokenizer()
             rows = [{"prompt": "q" * i, "chosen": "yes" * (i % 4 + 1), "rejected": "no" * i} for i in range(1, 17)]
-            args = config(self.directory, **{**SGD, "max_steps": 3}, per_device_train_batch_size=4, max_length=64)
+            args = ORPOConfig(self.directory, **{**SGD, "max_steps": 2}, per_device_train_batch_size=4, max_length=64)
             model = build_model("padded", len(tokens))
-            trainers.append(cls(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokens))
+            trainers.append(ORPOTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokens))
         self.assertIn('or pass packing="batches"', said(configure_packing, trainers[0])[0])
         check_same(self, *trainers)
 
@@ -223,7 +204,3 @@ class SentenceTransformersTest(BatchesTestCase):
             loss = MultipleNegativesRankingLoss(model)
             trainers.append(SentenceTransformerTrainer(model, args, train_dataset=Dataset.from_list(rows), loss=loss))
         check_same(self, *trainers)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -125,7 +125,3 @@ class RoundingTest(unittest.TestCase):
     )
     def test_what_is_not(self, exact_difference, rounding, refused, message):
         self.assertIn(message, self.check(exact_difference, rounding, refused))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -78,7 +78,3 @@ class ZeroTest(unittest.TestCase):
             self.assertEqual(saved.keys(), weights.keys())
         for name, x in saved.items():
             self.assertTrue(torch.equal(x, weights[name]), name)
-
-
-if __name__ == "__main__":
-    unittest.main()

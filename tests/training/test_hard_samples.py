@@ -3,17 +3,11 @@
 `# Elsewhere:` marks tests of such problems in all files.
 """
 
-import contextlib
-import io
-import tempfile
-import unittest
-
 import torch
 import torch.nn.functional as F
-from datasets import Dataset
+from mixins.configure import ConfigureTestCase, said
 from mixins.model import total_relative_error
 from parameterized import parameterized
-from scripts.configured_arms import build, collate_rows
 from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded, updates_and_log
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
@@ -46,12 +40,7 @@ def collate_weighted(rows: list) -> dict:
     return {**collate_padded(rows), "weight": torch.nn.utils.rnn.pad_sequence(weights, batch_first=True)}
 
 
-class HardSamplesTest(unittest.TestCase):
-    def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.directory = directory.name
-
+class HardSamplesTest(ConfigureTestCase):
     def trainer(self, rows, collator, cls=Trainer, **options) -> Trainer:
         set_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
@@ -59,13 +48,8 @@ class HardSamplesTest(unittest.TestCase):
         args = TrainingArguments(self.directory, **OPTIONS, train_sampling_strategy="sequential", **options)
         return cls(model, args, train_dataset=rows, data_collator=collator)
 
-    def configured(self, trainer, *args, **kwargs) -> Trainer:
-        with contextlib.redirect_stdout(io.StringIO()):
-            return configure_packing(trainer, *args, **kwargs)
-
     def train(self, trainer):
-        with contextlib.redirect_stdout(io.StringIO()):
-            updates, log = updates_and_log(trainer)
+        _, (updates, log) = said(updates_and_log, trainer)
         for entry in log:
             self.assertTrue(0 < entry["loss"] < 10 and 0 < entry["grad_norm"] < 100, entry)
         return updates, [entry["loss"] for entry in log]
@@ -74,7 +58,7 @@ class HardSamplesTest(unittest.TestCase):
         """The loss is no NaN and equals that of padded training."""
         # Elsewhere: the loss of packed rows is 0, or a gradient is NaN in the first step.
         want, expected = self.train(self.trainer(HARD, collate_padded))
-        got, losses = self.train(self.configured(self.trainer(HARD, None)))
+        got, losses = self.train(said(configure_packing, self.trainer(HARD, None))[1])
         self.assertLess(total_relative_error(got, want), 1e-6)
         for loss, other in zip(losses, expected, strict=True):
             self.assertLess(abs(loss - other) / other, 1e-5)
@@ -83,7 +67,7 @@ class HardSamplesTest(unittest.TestCase):
     def test_samples_that_are_too_long(self, overlong):
         # Elsewhere: splitting over rows gives NaN.
         rows = [*HARD, *Samples(12).rows]
-        trainer = self.configured(self.trainer(rows, None), True, 16, overlong=overlong)
+        _, trainer = said(configure_packing, self.trainer(rows, None), True, 16, overlong=overlong)
         self.train(trainer)
         plan = trainer.train_dataset.plan
         longer = sum(len(row["input_ids"]) > 16 for row in rows)
@@ -100,25 +84,8 @@ class HardSamplesTest(unittest.TestCase):
         want, _ = self.train(self.trainer(rows, collate_weighted, **options))
         flags = {"return_cu_seqlens": True, "return_seq_idx": True, "on_leak": "ignore"}
         collator = DataCollatorWithFlattening(token_columns=("weight",), **flags)
-        got, _ = self.train(self.configured(self.trainer(rows, collator, **options), "padding_free"))
+        trainer = self.trainer(rows, collator, **options)
+        got, _ = self.train(said(configure_packing, trainer, "padding_free")[1])
         self.assertLess(total_relative_error(got, want), 1e-6)
         plain, _ = self.train(self.trainer(rows, collate_padded))
         self.assertGreater(total_relative_error(plain, want), 1e-2)
-
-    @parameterized.expand(["trainer", "sft"])
-    def test_evaluation_loss_is_that_of_padded_batches(self, kind):
-        # Elsewhere: the evaluation loss changes when packing is turned on.
-        evaluated = Dataset.from_list(Samples(13).rows)
-        losses = []
-        for packed in (False, True):
-            trainer = build(kind, directory=self.directory, per_device_eval_batch_size=4)
-            if packed:
-                self.configured(trainer)
-            elif kind == "trainer":
-                trainer.data_collator = collate_rows
-            losses.append(trainer.evaluate(evaluated)["eval_loss"])
-        self.assertLess(abs(losses[1] - losses[0]) / losses[0], 1e-5)
-
-
-if __name__ == "__main__":
-    unittest.main()

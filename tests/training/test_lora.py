@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import json
-import math
 import tempfile
 import unittest
 from pathlib import Path
@@ -36,20 +35,19 @@ from transformers_packed import audit_model, patch_model, registered
 from transformers_packed.models import installed
 
 
-PRECISION = [(family, autocast) for family in ("qwen3_5", "qwen3_next") for autocast in (True, False)]
 CHECKPOINTING = (None, True, False)
 # Linear layers of Qwen4-Exp that run as modules.
 CALLED = ("shared_expert_gate", "ple.key_proj", "ple.value_proj")
 
 
-def bf16_errors(test: LoraTestCase, family: str, seed: int, autocast: bool) -> dict[str, list[float]]:
+def bf16_errors(test: LoraTestCase, family: str, autocast: bool) -> dict[str, list[float]]:
     """Errors of logits and of the adapters' gradients against float32: of PEFT on the built-in model, and of ours."""
     config = copy.deepcopy(CONFIGS[family])
     if family == "qwen3_next":
         # A token that goes to another expert would hide all other errors.
         config.mlp_only_layers = [0, 1]
     model = builtin_model(family, config=config)
-    exact = randomized(get_peft_model(model, lora(target_modules="all-linear")), 0.03, seed)
+    exact = randomized(get_peft_model(model, lora(target_modules="all-linear")), 0.03)
     with torch.no_grad():
         for name, parameter in exact.named_parameters():
             if "lora_" not in name:
@@ -73,16 +71,6 @@ def bf16_errors(test: LoraTestCase, family: str, seed: int, autocast: bool) -> d
 
 
 class TrainingTests:
-    def check_precision(self, family, autocast, seeds=4):
-        """Weights in bfloat16 and adapters in float32, as PEFT makes them."""
-        totals = {}
-        for seed in range(seeds):
-            for arm, errors in bf16_errors(self, family, seed, autocast).items():
-                totals[arm] = [a + b**2 for a, b in zip(totals.get(arm, [0, 0]), errors, strict=True)]
-        for got, expected in zip(totals["ours"], totals["builtin"], strict=True):
-            self.assertGreater(math.sqrt(expected), 1e-3)
-            self.assertLess(math.sqrt(got), 2 * math.sqrt(expected))
-
     def checkpointed(self, model, reentrant: bool | None):
         if reentrant is None:
             model.gradient_checkpointing_disable()
@@ -96,26 +84,6 @@ class TrainingTests:
         self.assertEqual({name for name in called if not name.endswith(CALLED)}, set())
         return result
 
-    @parameterized.expand([("qwen3_5", 0.0), ("qwen3_5", 0.4), *((family, 0.0) for family in OTHERS)])
-    def test_checkpointing(self, family, dropout):
-        builtin = get_peft_model(builtin_model(family), lora(target_modules="all-linear", lora_dropout=dropout))
-        model = patch_model(randomized(builtin))
-        # The choices of an indexer have no gradient.
-        trained = {name for name, x in model.named_parameters() if x.requires_grad and "indexer" not in name}
-        results = [self.checkpointed(model, reentrant) for reentrant in (*CHECKPOINTING, None)]
-        for result in results:
-            self.assertEqual(result[2].keys(), trained)
-            self.assertLess(self.error(result, results[0]), BAR)
-        torch.testing.assert_close(results[-1], results[0], rtol=0, atol=0)
-        self.assertEqual({name for name, x in model.named_parameters() if x.grad is not None}, trained)
-        # Another seed has another mask, and evaluation has none.
-        torch.manual_seed(6)
-        other = self.result(model, documents(), True)
-        self.assertEqual(self.error(other, results[0]) > 1e-4, dropout > 0)
-        plain = patch_model(copy.deepcopy(model)).eval()
-        error = relative_error(torch.cat(self.result(plain, documents(), True)[0]), torch.cat(results[0][0]))
-        self.assertEqual(error > 1e-4, dropout > 0)
-
     def test_dropout_of_several_adapters(self):
         """Each has its own probability and its own mask. Each column of an adapter's gradient is that of a few draws."""
         model = get_peft_model(builtin_model(), lora(lora_dropout=0.3))
@@ -123,9 +91,8 @@ class TrainingTests:
         model.add_adapter("more", lora(r=2, lora_dropout=0.6))
         model.base_model.set_adapter(["default", "wide", "more"])
         model = patch_model(randomized(model))
-        results = [self.checkpointed(model, reentrant) for reentrant in CHECKPOINTING]
-        for result in results:
-            self.assertLess(self.error(result, results[0]), BAR)
+        results = [self.checkpointed(model, reentrant) for reentrant in (None, True)]
+        self.assertLess(self.error(results[1], results[0]), BAR)
         # With all elements kept, the fused layers equal those of the built-in model.
         exact = self.result(model.eval(), documents(), True)
         self.assertGreater(self.error(exact, results[0]), 1e-4)
@@ -134,13 +101,34 @@ class TrainingTests:
 
 
 class TorchFormsTest(TrainingTests, TorchFormsTestCase):
-    @parameterized.expand(PRECISION)
-    def test_precision_in_bfloat16(self, family, autocast):
-        self.check_precision(family, autocast)
+    @parameterized.expand([("qwen3_5", 0.4), *((family, 0.0) for family in OTHERS)])
+    def test_checkpointing(self, family, dropout):
+        builtin = get_peft_model(builtin_model(family), lora(target_modules="all-linear", lora_dropout=dropout))
+        model = patch_model(randomized(builtin))
+        # The choices of an indexer have no gradient.
+        trained = {name for name, x in model.named_parameters() if x.requires_grad and "indexer" not in name}
+        results = [self.checkpointed(model, reentrant) for reentrant in CHECKPOINTING]
+        for result in results:
+            self.assertEqual(result[2].keys(), trained)
+            self.assertLess(self.error(result, results[0]), BAR)
+        # Another seed has another mask, and evaluation has none.
+        torch.manual_seed(6)
+        other = self.result(model, documents(), True)
+        self.assertEqual(self.error(other, results[0]) > 1e-4, dropout > 0)
+        model.eval()
+        error = relative_error(torch.cat(self.result(model, documents(), True)[0]), torch.cat(results[0][0]))
+        self.assertEqual(error > 1e-4, dropout > 0)
 
-    @parameterized.expand(["qwen3_5", "qwen3_5_moe", *OTHERS])
-    def test_audit(self, family):
-        model = patch_model(all_linear(family))
+    @parameterized.expand([("qwen3_5", True), ("qwen3_next", False)])
+    def test_precision_in_bfloat16(self, family, autocast):
+        """Weights in bfloat16 and adapters in float32, as PEFT makes them."""
+        errors = bf16_errors(self, family, autocast)
+        for got, expected in zip(errors["ours"], errors["builtin"], strict=True):
+            self.assertGreater(expected, 1e-3)
+            self.assertLess(got, 2 * expected)
+
+    def test_audit(self):
+        model = patch_model(all_linear("qwen3_5_moe"))
         with recorded(model) as (fused, called):
             report = audit_model(model, inputs=("all",), lengths=[20, 1, 9])
         self.assertTrue(fused)
@@ -148,26 +136,22 @@ class TorchFormsTest(TrainingTests, TorchFormsTestCase):
 
 
 class KernelsTest(TrainingTests, LoraTestCase, InterpretedKernelsTest):
-    @parameterized.expand(PRECISION[:2])
-    def test_precision_in_bfloat16(self, family, autocast):
-        self.check_precision(family, autocast, seeds=2)
+    pass
 
 
 class SavedAdaptersTest(TorchFormsTestCase):
-    @parameterized.expand([("task", "CAUSAL_LM"), ("no_task", None)])
-    def test_files(self, _, task):
+    def test_files(self):
         """Of a few steps with an adapter, a second one and a trained head."""
         results = []
-        config = {"modules_to_save": ["lm_head"], "task_type": task}
         for packed in (False, True):
             model = builtin_model()
             model.config.name_or_path = "base"
             torch.manual_seed(0)
-            model = get_peft_model(patch_model(model) if packed else model, lora(**config))
-            model.add_adapter("second", lora(r=2, task_type=task))
+            model = get_peft_model(patch_model(model) if packed else model, lora(modules_to_save=["lm_head"]))
+            model.add_adapter("second", lora(r=2))
             model.base_model.set_adapter(["default", "second"])
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05)
-            for _ in range(4):
+            for _ in range(2):
                 self.result(model, documents(), packed)
                 optimizer.step()
             folder = self.enterContext(tempfile.TemporaryDirectory())
@@ -184,10 +168,6 @@ class SavedAdaptersTest(TorchFormsTestCase):
                 self.assertLess(total_relative_error(tensors, expected), BAR)
             elif name.endswith(".json"):
                 saved, expected = (json.loads((folder / name).read_text()) for folder in (got, want))
-                if task is None:
-                    # Without a task, PEFT notes the module of the model's class.
-                    self.assertIn("qwen3_5", saved["auto_mapping"].pop("parent_library"))
-                    expected["auto_mapping"].pop("parent_library")
                 self.assertEqual(saved, expected)
             else:
                 self.assertEqual((got / name).read_text(), (want / name).read_text())
@@ -204,10 +184,10 @@ class SameTrainingTest(TorchFormsTestCase, ConfigureTestCase):
         TorchFormsTestCase.setUp(self)
         ConfigureTestCase.setUp(self)
 
-    @parameterized.expand([("trainer", "pack"), ("trainer", "padding_free"), ("sft", "pack")])
+    @parameterized.expand([("trainer", "padding_free"), ("sft", "pack")])
     def test_the_padded_runs_updates(self, kind, mode):
-        """Ten steps of SGD in float32 on the same samples per step."""
-        trainers = [self.build(kind, "lora", 2) for _ in range(2)]
+        """Steps of SGD in float32 on the same samples per step."""
+        trainers = [self.build(kind, "lora", 2, max_steps=4) for _ in range(2)]
         want, log = updates_and_log(configure(trainers[0], "padded", mode))
         _, packed = said(configure, trainers[1], "packed", mode)
         with recorded(packed.model) as (fused, called):
@@ -215,7 +195,7 @@ class SameTrainingTest(TorchFormsTestCase, ConfigureTestCase):
         self.assertTrue(fused and not called)
         for entry, padded in zip(packed_log, log, strict=True):
             self.assertLess(abs(entry["loss"] - padded["loss"]) / padded["loss"], 1e-5)
-        self.assertEqual(len(log), 10)
+        self.assertEqual(len(log), 4)
         self.assertLess(total_relative_error(got, want), UPDATE_BAR)
         self.assertGreater(min(update.abs().max() for update in want.values()), 0)
 
@@ -226,7 +206,6 @@ class SavedWithoutTaskTypeTest(unittest.TestCase):
     @parameterized.expand(
         [
             ("qwen3_5", "registered"),
-            ("qwen3_5", "patched"),
             ("qwen3_5_moe", "patched"),
             ("qwen3_5", "adapted first"),
             ("composite", "registered"),
@@ -272,7 +251,3 @@ class SavedWithoutTaskTypeTest(unittest.TestCase):
         get_peft_model(patch_model(builtin_model("qwen3_5")), LoraConfig(target_modules=["q_proj"]))
         model = get_peft_model(Own(), LoraConfig(target_modules=["inner"]))
         self.assertIs(model._get_base_model_class(), Own)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from common.processes import FSDP_ON_CPU
 from datasets import Dataset
-from mixins.configure import said
+from mixins.configure import ConfigureTestCase, said
 from mixins.model import total_relative_error
 from parameterized import parameterized
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -39,24 +39,25 @@ def make_model():
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TINY, mtp_num_hidden_layers=1))
 
 
-def trainer_parameters(trainer):
-    return [(name, x) for name, x in trainer.model.named_parameters() if x.requires_grad]
-
-
 def collated(samples):
     """Documents alone, as batches of one row."""
     return [{name: torch.tensor([x]) for name, x in sample.items()} for sample in samples]
 
 
-class StepTest(unittest.TestCase):
-    def setUp(self):
-        self.folder = self.enterContext(tempfile.TemporaryDirectory())
+@functools.cache
+def alone():
+    """The updates, the log and the head of a training in a single process."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(folder)
+        return *updates_and_log(trainer), trainer.model.mtp.state_dict()
 
+
+class StepTest(ConfigureTestCase):
     def test_a_step_is_the_mean_over_its_own_targets(self):
         """Of all rows of the accumulation window: the update of SGD is that of the pooled loss."""
-        trainer, samples = build(self.folder, max_steps=1), Samples().rows[: 2 * BATCH]
+        trainer, samples = build(self.directory, max_steps=1), Samples().rows[: 2 * BATCH]
         updates, log = updates_and_log(trainer)
-        reference = build(self.folder).model
+        reference = build(self.directory).model
         trunk, head = (sum(x != -100 for s in samples for x in s["labels"][ahead:]) for ahead in (1, 2))
         self.assertNotEqual(trunk, head)
         loss = sum(
@@ -75,7 +76,7 @@ class StepTest(unittest.TestCase):
         self.assertTrue(0 <= log[0]["mtp_acceptance"] <= 1)
 
     def test_acceptance_at_logging_steps_alone(self):
-        trainer = build(self.folder, logging_steps=2, max_steps=4)
+        trainer = build(self.directory, logging_steps=2, max_steps=4)
         compared = []
         trainer.model.register_forward_pre_hook(lambda module, _: compared.append(module.losses[-1].is_detailed))
         trainer.train()
@@ -86,20 +87,17 @@ class StepTest(unittest.TestCase):
 
     def test_without_packing(self):
         """A padded batch trains the head as the row does."""
-        packed, _ = updates_and_log(build(self.folder))
-        trainer = build(self.folder, padding_free=False)
+        trainer = build(self.directory, padding_free=False)
         trainer.data_collator = collate_padded
         padded, _ = updates_and_log(trainer)
-        self.assertLess(total_relative_error(padded, packed), 1e-5)
+        self.assertLess(total_relative_error(padded, alone()[0]), 1e-5)
 
-    @parameterized.expand([({"mtp_loss_weight": 0.5},), ({"mtp_only": True},)])
-    def test_sft_trainer(self, options):
+    def test_sft_trainer(self):
         """TRL computes the loss of the trunk from scores of its own forward."""
-        trainer = build(self.folder, verify=False, **{"mtp_loss_weight": 0.0} | options)
-        expected, log = updates_and_log(trainer)
+        expected, log, _ = alone()
         args = SFTConfig(
-            self.folder,
-            max_steps=3,
+            self.directory,
+            max_steps=2,
             per_device_train_batch_size=BATCH,
             gradient_accumulation_steps=2,
             train_sampling_strategy="sequential",
@@ -113,18 +111,15 @@ class StepTest(unittest.TestCase):
         random = torch.get_rng_state()
         for _ in range(2):
             torch.set_rng_state(random)
-            said(configure_packing, sft, "padding_free", **options)
-        before = {name: x.detach().clone() for name, x in trainer_parameters(sft)}
-        sft.train()
-        found = {name: x.detach() - before[name] for name, x in trainer_parameters(sft)}
+            said(configure_packing, sft, "padding_free", mtp_loss_weight=0.5)
+        found, own = updates_and_log(sft)
         self.assertLess(total_relative_error({name: found[name] for name in expected}, expected), 1e-5)
-        own = [entry for entry in sft.state.log_history if "loss" in entry]
         for got, want in zip(own, log, strict=True):
             self.assertAlmostEqual(got["loss"], want["loss"], places=3)
             self.assertAlmostEqual(got["mtp_loss"], want["mtp_loss"], places=3)
 
     def test_a_forward_that_leaves_the_head_out_is_an_error(self):
-        trainer = build(self.folder, verify=False)
+        trainer = build(self.directory, verify=False)
         model = trainer.model
         forward = model.forward
 
@@ -144,27 +139,26 @@ class StepTest(unittest.TestCase):
     )
     def test_two_processes(self, kind, variables):
         """The denominator counts the targets of all processes, and the saved head is whole."""
-        trainer = build(self.folder, verify=kind != "sequence_parallel")
-        updates, log = updates_and_log(trainer)
-        output = f"{self.folder}/out.pt"
+        updates, log, head = alone()
+        output = f"{self.directory}/out.pt"
         _, found = run_in_two_processes(self, "mtp_run.py", kind, output, **variables)
         self.assertLess(total_relative_error(found["updates"], updates), 1e-5)
         for name in ("loss", "mtp_loss", "mtp_acceptance"):
             for got, want in zip(found["log"], log, strict=True):
                 self.assertAlmostEqual(got[name], want[name], places=3)
         saved = load_file(f"{output}.saved/model.safetensors")
-        for name, x in trainer.model.mtp.state_dict().items():
+        for name, x in head.items():
             self.assertLess((saved[f"mtp.{name}"] - x).abs().max(), 1e-5)
 
 
 class WhatTrainsTest(unittest.TestCase):
     def setUp(self):
-        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.directory = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
     def test_the_head_alone(self):
         # The same samples in each step.
-        options = {"samples": Samples().rows[: 2 * BATCH], "max_steps": 10, "mtp_only": True}
-        trainer = build(self.folder, mtp_loss_weight=0.0, **options)
+        options = {"samples": Samples().rows[: 2 * BATCH], "max_steps": 5, "mtp_only": True}
+        trainer = build(self.directory, mtp_loss_weight=0.0, **options)
         before = {name: x.clone() for name, x in trainer.model.state_dict().items()}
         updates, log = updates_and_log(trainer)
         self.assertTrue(all(name.startswith("mtp.") for name in updates))
@@ -176,12 +170,12 @@ class WhatTrainsTest(unittest.TestCase):
     def saved_base(self):
         model = patch_model(make_model())
         add_mtp(model)
-        model.save_pretrained(self.folder / "base")
-        return self.folder / "base"
+        model.save_pretrained(self.directory / "base")
+        return self.directory / "base"
 
     def loaded(self):
         with registered():
-            return AutoModelForCausalLM.from_pretrained(self.folder / "base")
+            return AutoModelForCausalLM.from_pretrained(self.directory / "base")
 
     def adapted(self):
         return get_peft_model(self.loaded(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
@@ -191,20 +185,20 @@ class WhatTrainsTest(unittest.TestCase):
         base = self.saved_base()
         options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "optim": "adamw_torch"}
         options |= {"learning_rate": 1e-2, "gradient_accumulation_steps": 1}
-        trainer = build(self.folder / "run", model=self.adapted(), **options)
+        trainer = build(self.directory / "run", model=self.adapted(), **options)
         head = head_of(trainer.model)
         self.assertFalse(any("lora" in name for name, _ in head.named_parameters()))
         trained = {name for name, x in trainer.model.named_parameters() if x.requires_grad}
         self.assertTrue(all("lora" in name or ".mtp." in name for name in trained))
         trainer.train()
-        resumed = build(self.folder / "run", model=self.adapted(), **options)
-        resumed.train(resume_from_checkpoint=str(self.folder / "run" / "checkpoint-2"))
+        resumed = build(self.directory / "run", model=self.adapted(), **options)
+        resumed.train(resume_from_checkpoint=str(self.directory / "run" / "checkpoint-2"))
         for (name, got), want in zip(
             resumed.model.state_dict().items(), trainer.model.state_dict().values(), strict=True
         ):
             self.assertTrue(torch.equal(got, want), name)
 
-        adapter = self.folder / "run" / "checkpoint-4"
+        adapter = self.directory / "run" / "checkpoint-4"
         self.assertFalse([name for name in load_file(adapter / "adapter_model.safetensors") if "mtp" in name])
         kept = load_file(adapter / "mtp.safetensors")
         self.assertTrue(torch.equal(kept["mtp.fc.weight"], head.fc.weight))
@@ -212,15 +206,17 @@ class WhatTrainsTest(unittest.TestCase):
             model = PeftModel.from_pretrained(self.loaded(), adapter)
         self.assertIn(f"Call transformers_packed.add_mtp(model, '{adapter}')", logs.output[0])
         add_mtp(model, adapter)
-        model.merge_and_unload().save_pretrained(self.folder / "merged")
-        merged = load_file(self.folder / "merged" / "model.safetensors")
+        model.merge_and_unload().save_pretrained(self.directory / "merged")
+        merged = load_file(self.directory / "merged" / "model.safetensors")
         self.assertTrue(torch.equal(merged["mtp.fc.weight"], head.fc.weight))
-        stock, info = AutoModelForCausalLM.from_pretrained(self.folder / "merged", output_loading_info=True)
+        stock, info = AutoModelForCausalLM.from_pretrained(self.directory / "merged", output_loading_info=True)
         self.assertFalse(any(info.values()))
         self.assertNotEqual(type(stock), type(self.loaded()))
         # Without it, the merged checkpoint has the head of the base model.
-        PeftModel.from_pretrained(self.loaded(), adapter).merge_and_unload().save_pretrained(self.folder / "untrained")
-        untrained = load_file(self.folder / "untrained" / "model.safetensors")
+        PeftModel.from_pretrained(self.loaded(), adapter).merge_and_unload().save_pretrained(
+            self.directory / "untrained"
+        )
+        untrained = load_file(self.directory / "untrained" / "model.safetensors")
         self.assertTrue(
             torch.equal(untrained["mtp.fc.weight"], load_file(base / "model.safetensors")["mtp.fc.weight"])
         )
@@ -231,10 +227,10 @@ class WhatTrainsTest(unittest.TestCase):
         self.saved_base()
         four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
         with registered():
-            model = AutoModelForCausalLM.from_pretrained(self.folder / "base", quantization_config=four_bit)
+            model = AutoModelForCausalLM.from_pretrained(self.directory / "base", quantization_config=four_bit)
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
-        options = {"samples": Samples().rows[: 2 * BATCH], "max_steps": 10, "verify": False}
-        trainer = build(self.folder, model=model, **options)
+        options = {"samples": Samples().rows[: 2 * BATCH], "max_steps": 4, "verify": False}
+        trainer = build(self.directory, model=model, **options)
         head = head_of(trainer.model)
         self.assertEqual({type(x) for x in head.modules() if hasattr(x, "in_features")}, {torch.nn.Linear})
         _, log = updates_and_log(trainer)
@@ -243,24 +239,21 @@ class WhatTrainsTest(unittest.TestCase):
     def test_frozen_parts_stay_frozen(self):
         model = patch_model(make_model())
         add_mtp(model).layers[0].mlp.requires_grad_(False)
-        updates, _ = updates_and_log(build(self.folder, model=model))
+        updates, _ = updates_and_log(build(self.directory, model=model))
         self.assertFalse([name for name in updates if name.startswith("mtp.layers.0.mlp")])
         self.assertTrue([name for name in updates if name.startswith("mtp.layers.0.self_attn")])
 
     def test_models_of_model_init(self):
-        trainer = build(self.folder)
+        trainer = build(self.directory)
         made = Trainer(None, trainer.args, model_init=make_model, train_dataset=Samples())
         said(configure_packing, made, "padding_free", mtp_loss_weight=0.5)
         made.train()
         self.assertIn("mtp_loss", made.state.log_history[-2])
 
 
-class RefusedTest(unittest.TestCase):
-    def setUp(self):
-        self.folder = self.enterContext(tempfile.TemporaryDirectory())
-
+class RefusedTest(ConfigureTestCase):
     def trainer(self, cls=Trainer, **options):
-        args = build(self.folder, mtp_loss_weight=0.0).args
+        args = build(self.directory, mtp_loss_weight=0.0).args
         for name in [name for name in options if hasattr(args, name)]:
             setattr(args, name, options.pop(name))
         return cls(make_model(), args, train_dataset=Samples(), **options)
@@ -272,18 +265,17 @@ class RefusedTest(unittest.TestCase):
 
     def test_losses_that_are_not_the_models(self):
         own = type("Own", (Trainer,), {"compute_loss": lambda self, *args, **kwargs: None})
-        self.refused("a custom compute_loss", self.trainer(own))
-        self.refused("compute_loss_func", self.trainer(compute_loss_func=lambda *args, **kwargs: None))
-        self.refused("label_smoothing_factor=0.1", self.trainer(label_smoothing_factor=0.1))
-
-    def test_compiled(self):
-        trainer = self.trainer()
-        trainer.args.torch_compile = True
-        self.refused("without torch.compile", trainer)
+        for words, trainer in (
+            ("a custom compute_loss", self.trainer(own)),
+            ("compute_loss_func", self.trainer(compute_loss_func=lambda *args, **kwargs: None)),
+            ("label_smoothing_factor=0.1", self.trainer(label_smoothing_factor=0.1)),
+            ("without torch.compile", self.trainer(torch_compile=True)),
+        ):
+            self.refused(words, trainer)
 
     def test_preferences(self):
         pairs = Dataset.from_list([{"prompt": "w3 w4", "chosen": "w5", "rejected": "w6"}] * 4)
-        args = DPOConfig(self.folder, use_cpu=True, report_to="none", bf16=False)
+        args = DPOConfig(self.directory, use_cpu=True, report_to="none", bf16=False)
         tokens = {"processing_class": tokenizer(), "ref_model": make_model()}
         self.refused("rejected answers", DPOTrainer(make_model(), args=args, train_dataset=pairs, **tokens))
 
@@ -297,7 +289,7 @@ class RefusedTest(unittest.TestCase):
         model = patch_model(make_model())
         add_mtp(model)
         adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
-        trainer = Trainer(adapted, build(self.folder).args, train_dataset=Samples())
+        trainer = Trainer(adapted, build(self.directory).args, train_dataset=Samples())
         with self.assertRaisesRegex(ValueError, "exclude_modules"):
             configure_packing(trainer, mtp_loss_weight=0.1)
 
@@ -309,7 +301,3 @@ class RefusedTest(unittest.TestCase):
         # It mixes the tokens of a row.
         layer.register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
         self.assertRaisesRegex(ValueError, "no gradient between", trainer.train)
-
-
-if __name__ == "__main__":
-    unittest.main()

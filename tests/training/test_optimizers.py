@@ -92,6 +92,7 @@ class ArgumentsTest(unittest.TestCase):
 
 
 class ProcessesTest(unittest.TestCase):
+    @pytest.mark.slow
     @unittest.skipUnless(find_spec("torchao"), "needs torchao")
     def test_random_rounding_with_ddp(self):
         """Weights stay equal while both processes draw the same random numbers, so not with dropout."""
@@ -105,7 +106,3 @@ class ProcessesTest(unittest.TestCase):
             self.assertRegex(
                 error, {"torchao": "NotImplementedError", "bitsandbytes": "sharding strategy|DTensor"}[name]
             )
-
-
-if __name__ == "__main__":
-    unittest.main()

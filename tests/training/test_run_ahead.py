@@ -1,14 +1,14 @@
 """Trainers of this package wait for no value of the GPU between steps."""
 
 import pickle
-import tempfile
-import unittest
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from mixins.configure import ConfigureTestCase
 from parameterized import parameterized
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Trainer, TrainerCallback, TrainingArguments
+from scripts.trainer_arms import CONFIGS, OPTIONS
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from transformers_packed import SequenceBoundaries, configure_packing
 from transformers_packed.training import setup
@@ -47,28 +47,13 @@ class Stepping:
         return torch.ones(())
 
 
-class RunAheadTest(unittest.TestCase):
-    def setUp(self):
-        directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self.addCleanup(directory.cleanup)
-        self.output = directory.name
-
+class RunAheadTest(ConfigureTestCase):
     def trainer(self, packed=True, losses=(), **options):
-        config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
-        args = TrainingArguments(
-            self.output,
-            per_device_train_batch_size=4,
-            max_steps=4,
-            logging_steps=4,
-            save_strategy="no",
-            use_cpu=True,
-            report_to="none",
-            disable_tqdm=True,
-            **options,
-        )
-        trainer = NotFinite(
-            Qwen3_5ForCausalLM(config), args, losses=losses, train_dataset=SAMPLES if packed else SAMPLES[:1] * 16
-        )
+        options = {**OPTIONS, "logging_nan_inf_filter": True, "logging_steps": 4, "max_steps": 4, **options}
+        args = TrainingArguments(self.directory, per_device_train_batch_size=4, **options)
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        samples = SAMPLES if packed else SAMPLES[:1] * 16
+        trainer = NotFinite(model, args, losses=losses, train_dataset=samples)
         # The steps of these tests return what the tests want.
         return configure_packing(trainer, "padding_free", verify=False) if packed else trainer
 
@@ -95,6 +80,7 @@ class RunAheadTest(unittest.TestCase):
             self.assertTrue(trainer.data_collator.return_boundaries)
             trainer.data_collator.return_boundaries = given
             losses.append(self.logged(trainer))
+            self.assertAlmostEqual(losses[-1], sum(trainer.returned) / 4, places=6)
         self.assertEqual(*losses)
 
     def test_neither_compiled_models_nor_own_losses_get_lengths_on_the_host(self):
@@ -145,10 +131,6 @@ class RunAheadTest(unittest.TestCase):
         self.assertIs(again.training_step.trainer, again)
         self.assertIs(again.training_step.step.__self__, again)
         self.assertEqual(again.training_step(), torch.ones(()))
-
-    def test_finite_losses_are_unchanged(self):
-        trainer = self.trainer()
-        self.assertAlmostEqual(self.logged(trainer), sum(trainer.returned) / 4, places=6)
 
     def test_no_filter_if_none_is_wanted(self):
         trainer = self.trainer(losses=[float("nan")], logging_nan_inf_filter=False)

@@ -41,7 +41,7 @@ from transformers_packed.training.sequence_parallel import against_sharing
 
 # The row of 22 tokens is padded to a multiple of the group size.
 LENGTHS = [*ROWS.values(), [10, 7, 5], [1, 2], [24], [3, 19]]
-STEPS, ROWS_PER_STEP = 10, 4
+STEPS, ROWS_PER_STEP = 4, 4
 EXPERTS_COUNT = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
 
 
@@ -71,7 +71,7 @@ def make_model(family):
     config.num_attention_heads, config.initializer_range = 4, 0.1
     for name, value in EXPERTS_COUNT.items() if "moe" in family else ():
         setattr(config, name, value)
-    # Uses float64, because ten steps amplify float32 rounding. The grouped product of experts does not support it.
+    # Uses float64, because steps amplify float32 rounding. The grouped product of experts does not support it.
     model = AutoModelForCausalLM.from_config(config).double()
     if "moe" in family:
         model.set_experts_implementation("eager")
@@ -87,7 +87,7 @@ def make_trainer(family, processes=1, size=1, **options):
         "gradient_accumulation_steps": ROWS_PER_STEP * size // processes,
         "train_sampling_strategy": "sequential",
         "remove_unused_columns": False,
-        # Small, because ten steps amplify the float32 rounding of the loss from 1e-7 to 1e-4.
+        # Small, because steps amplify the float32 rounding of the loss from 1e-7 to 1e-4.
         "learning_rate": 0.001 if family == "vision" else 0.01,
         "sequence_parallel_size": size,
         "ddp_backend": "gloo" if processes > 1 else None,
@@ -191,7 +191,6 @@ HEADS = (("sequence_parallel_gated_delta_rule", "heads"), ("sequence_parallel_at
 GATHER = (("sequence_parallel_attention", "gather"),)
 CHECKPOINTS = (("gradient_checkpointing", True),)
 RUNS = {
-    "two processes, two rows": (2, 1, (("qwen3_5", ()), ("vision", ()))),
     "two processes, one row": (
         2,
         2,
@@ -218,12 +217,7 @@ def refusals():
         {"accelerator_config": {"dispatch_batches": True}},
         {"accelerator_config": {"split_batches": True}},
         {"padding_free": False},
-        {"label_smoothing_factor": 0.1},
-        {"compute_metrics": lambda prediction: {}},
-        {"compute_loss_func": lambda *args, **kwargs: None},
         {"torch_compile": True, "torch_compile_backend": "eager"},
-        {"train_sampling_strategy": "batch_rebalance"},
-        {"size": 3},
         {"family": "qwen3_5_odd", "sequence_parallel_gated_delta_rule": "heads"},
         {"family": "qwen3_5_odd", "sequence_parallel_attention": "heads"},
         {"family": "llama"},
@@ -245,7 +239,6 @@ def refusals():
     if dist.get_rank() == 1:
         mixed.train_dataset = mixed.train_dataset[::-1]
     calls = [
-        lambda: trainer.predict(make_rows()),
         others.get_train_dataloader,
         stream.get_train_dataloader,
         mixed.train,
@@ -255,10 +248,9 @@ def refusals():
             call()
         except ValueError as error:
             messages.append(str(error))
-    for name in ("cp_size", "sp_size"):
-        trainer.accelerator.state.parallelism_config = mock.Mock(**{"cp_size": 1, "sp_size": 1, name: 2})
-        options = Options(packing="pack", sequence_parallel_size=2)
-        messages.append(str(first_error(against_sharing(Facts.of(trainer, options)))))
+    trainer.accelerator.state.parallelism_config = mock.Mock(cp_size=2, sp_size=1)
+    options = Options(packing="pack", sequence_parallel_size=2)
+    messages.append(str(first_error(against_sharing(Facts.of(trainer, options)))))
     return messages
 
 
@@ -269,15 +261,11 @@ def odd_heads():
     return config
 
 
-def fail_on_one_rank(where):
+def fail_on_one_rank():
     """Return each rank's error and its delay after the failure. Nothing ends the processes from outside."""
     trainer = make_trainer("qwen3_5", 2, 2)
     if dist.get_rank() == 1:
-        module = trainer.model.model.layers[1]
-        if where == "forward":
-            module.register_forward_hook(_fail)
-        else:
-            module.register_full_backward_hook(_fail)
+        trainer.model.model.layers[1].register_full_backward_hook(_fail)
     start = time.monotonic()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -331,19 +319,10 @@ class SequenceParallelTrainerTest(unittest.TestCase):
         self.assertEqual([first[1], others[1][1]], [[[4, 5], [8]], [[6, 7]]])
 
     @parameterized.expand(
-        [
-            (f"{before} to {after}", before, after)
-            for before, after in (
-                ((2, 2), (1, 1)),
-                ((2, 2), (4, 4)),
-                ((2, 2), (4, 2)),
-                ((4, 4), (2, 1)),
-                ((1, 1), (2, 2)),
-            )
-        ]
+        [((2, 2), (1, 1)), ((2, 2), (4, 4)), ((2, 2), (4, 2)), ((4, 4), (2, 1)), ((1, 1), (2, 2))],
     )
     @pytest.mark.slow
-    def test_resumes_over_other_processes(self, _, before, after):
+    def test_resumes_over_other_processes(self, before, after):
         """With the same number of rows per step, a checkpoint resumes on another number of processes and another P."""
         with tempfile.TemporaryDirectory() as folder:
             ((_, expected),) = run_once(save_and_resume, 1, self.unsharded, 1, 1)
@@ -359,9 +338,8 @@ class SequenceParallelTrainerTest(unittest.TestCase):
         cls.addClassCleanup(folder.cleanup)
         cls.unsharded = folder.name
 
-    @parameterized.expand(["forward", "backward"])
-    def test_a_rank_that_fails_ends_the_others(self, where):
-        (waiting, seconds), (failing, _) = run_processes(fail_on_one_rank, 2, where)
+    def test_a_rank_that_fails_ends_the_others(self):
+        (waiting, seconds), (failing, _) = run_processes(fail_on_one_rank, 2)
         self.assertIn("the disk is gone", failing)
         self.assertIsNotNone(waiting)
         self.assertLess(seconds, 60)
@@ -372,21 +350,14 @@ class SequenceParallelTrainerTest(unittest.TestCase):
             "dispatch_batches=True",
             "split_batches=True",
             "padding_free=False",
-            "label_smoothing_factor",
-            "compute_metrics",
-            "compute_loss_func",
             "torch_compile=True",
-            "batch_rebalance",
-            "divides the 2 processes",
             'gated_delta_rule="state"',
             'attention="gather"',
             "got llama",
-            "predict",
             "BatchRebalanceSampler|even_batches=False",  # accelerate 1.10 refuses it before us
             "a stream",
             "parts of different rows",
             "cp_size=2.*Pass sequence_parallel_size=2 to configure_packing",
-            "sp_size=2.*Pass sequence_parallel_size=2 to configure_packing",
         ]
         for messages in run_processes(refusals, 2):
             self.assertEqual(len(messages), len(reasons), messages)

@@ -7,20 +7,17 @@ import unittest
 from dataclasses import replace
 from unittest import mock
 
-import pytest
 import torch.distributed as dist
 from common.processes import run_once, run_processes
 from common.records import make_tokenizer
 from common.trl_trainers import HAS_TRL
 from mixins.model import total_relative_error
-from mixins.patch import OTHERS
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, updates_and_log
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
-from transformers_packed import DataCollatorWithFlattening, PackedTrainer, PackedTrainingArguments, configure_packing
-from transformers_packed.models.families import SIZED
+from transformers_packed import DataCollatorWithFlattening, configure_packing
 from transformers_packed.parallel import SequenceParallel
 from transformers_packed.training import apply as applying
 from transformers_packed.training import compare
@@ -53,7 +50,7 @@ def build(kind, size=1, processes=1, tuning="full", family="qwen3_5", mtp=0, eva
     """A Trainer of a user. Its steps have the same rows in one process and in several that share rows."""
     options = {
         "output_dir": tempfile.mkdtemp(),
-        "max_steps": 3,
+        "max_steps": 2,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
         "gradient_accumulation_steps": 2 * size // processes,
@@ -141,8 +138,6 @@ def refusals():
         "divides": lambda: build("trainer", 2, 2),
         "batch_rebalance": lambda: changed(train_sampling_strategy="batch_rebalance"),
         "a stream": lambda: changed(train_dataset=Stream()),
-        "a stream for evaluation": lambda: changed(eval_dataset={"one": Stream()}),
-        "trees": lambda: changed(train_dataset=trees, remove_unused_columns=False),
         "trees for evaluation": lambda: changed(eval_dataset={"one": trees}, remove_unused_columns=False),
         "label_smoothing_factor": lambda: build("trainer", 2, 2, label_smoothing_factor=0.1),
         "compute_loss_func": lambda: changed(compute_loss_func=lambda *args, **kwargs: None),
@@ -167,26 +162,14 @@ def refusals():
 
 
 def refused_by_auto():
-    """Return the errors of a custom step, which the explicit modes trust, in `configure_packing` and `PackedTrainer`."""
-
-    class Own(PackedTrainer):
-        def training_step(self, *args, **kwargs):
-            return super().training_step(*args, **kwargs)
-
-    trainer, messages = build("trainer", 2, 2), []
+    """Return the error of a custom step, which the explicit modes trust, and what is printed."""
+    trainer = build("trainer", 2, 2)
     trainer.training_step = lambda *args: None
-    args = PackedTrainingArguments(tempfile.mkdtemp(), **OPTIONS, ddp_backend="gloo", sequence_parallel_size=2)
-    for call in (
-        lambda: configure_packing(trainer, sequence_parallel_size=2),
-        lambda: Own(make_model(), args, train_dataset=Samples(4).rows),
-    ):
-        with contextlib.redirect_stdout(io.StringIO()) as stdout:
-            try:
-                call()
-            except ValueError as error:
-                messages.append(str(error))
-        messages.append(stdout.getvalue())
-    return messages
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        try:
+            configure_packing(trainer, sequence_parallel_size=2)
+        except ValueError as error:
+            return str(error), stdout.getvalue()
 
 
 def applied_and_undone():
@@ -277,60 +260,34 @@ FOUND = {
 }
 ARMS = {
     "trainer": ("trainer", True, ()),
-    "trainer, padding-free": ("trainer", "padding_free", ()),
-    "trainer, auto": ("trainer", "auto", ()),
     "trainer, one sample": ("trainer", "auto", (("per_device_train_batch_size", 1),)),
-    "trainer, lora": ("trainer", True, (("tuning", "lora"),)),
     "trainer, random rows": ("trainer", "padding_free", (("train_sampling_strategy", "random"),)),
-    "trainer, mtp": ("trainer", True, (("mtp", 1),)),
-    "sft": ("sft", True, ()),
     "sft, mtp": ("sft", True, (("mtp", 1),)),
     "sft, lora": ("sft", True, (("tuning", "lora"),)),
     "sft, packed by TRL": ("sft", "auto", (("packing", True), ("max_length", ROW))),
     "sft, completions": ("completions", True, ()),
     "sft, experts": ("sft", True, (("family", "qwen3_next_moe"),)),
-    **{
-        f"trainer, {family.name}": ("trainer", True, (("family", family.name), ("learning_rate", 0.03)))
-        for family in SIZED
-        if family.name in OTHERS
-    },
 }
-# With two groups of processes.
-SEVERAL = ["trainer", "trainer, padding-free", "sft", "sft, completions"]
 
 
 @unittest.skipUnless(HAS_TRL, "needs trl, datasets and peft")
 class StockTrainersTest(unittest.TestCase):
     @parameterized.expand(ARMS)
     def test_equals_one_process(self, name):
-        self.check(name, 2, 2)
-
-    @parameterized.expand(SEVERAL)
-    @pytest.mark.slow
-    def test_two_groups_equal_one_process(self, name):
-        self.check(name, 2, 4)
-
-    def check(self, name, size, processes):
-        several = processes > size
-        names = SEVERAL if several else list(ARMS)
-        # With two groups, the last batch of one of them repeats samples.
-        arms = [(*ARMS[x][:2], (*ARMS[x][2], ("evaluated", 6 if several else 5))) for x in names]
-        number = names.index(name)
-        expected, log, metrics, _ = run_once(train_all, 1, 1, 1, (arms[number],))[0][0]
-        for rank, results in enumerate(run_once(train_all, processes, size, processes, tuple(arms))):
+        number = list(ARMS).index(name)
+        expected, log, metrics, _ = run_once(train_all, 1, 1, 1, (ARMS[name],))[0][0]
+        for rank, results in enumerate(run_once(train_all, 2, 2, 2, tuple(ARMS.values()))):
             updates, found, evaluated, said = results[number]
             if rank == 0:
-                self.assertIn(f"{size} processes share each row", said)
-                self.assertIn(f"{size} parts of the row", said)
+                self.assertIn("2 processes share each row", said)
+                self.assertIn("2 parts of the row", said)
             self.assertEqual(set(updates), set(expected))
             self.assertLess(total_relative_error(updates, expected), 1e-5)
-            # TRL averages them over batches, so those of two groups weigh differently.
-            names = ["loss", *(OF_TRL if "sft" in name and not several else ())]
+            names = ["loss", *(OF_TRL if "sft" in name else ())]
             for mine, theirs in zip(found, log, strict=True):
                 self.assertIn("tokens_per_second", mine)
-                self.assertEqual("rank_imbalance" in mine, several)
-                # Each group estimates the padding of its own documents.
-                figures = [x for x in OF_ROWS if x in theirs and not (several and x == "padding_avoided")]
+                self.assertNotIn("rank_imbalance", mine)
+                figures = [x for x in OF_ROWS if x in theirs]
                 for key in (*names, *figures):
                     self.assertAlmostEqual(mine[key], theirs[key], delta=2e-5 * max(1, abs(theirs[key])), msg=key)
             for key in (f"eval_{key}" for key in names):
@@ -341,8 +298,6 @@ class StockTrainersTest(unittest.TestCase):
             ("divides", "a size that divides the 2 processes, got 3"),
             ("batch_rebalance", "a sampler that distributes them itself"),
             ("a stream", "a stream, from which each process would read different samples"),
-            ("a stream for evaluation", "a stream, from which each process would read different samples"),
-            ("trees", "samples of one document each, got trees or groups"),
             ("trees for evaluation", "samples of one document each, got trees or groups"),
             ("label_smoothing_factor", "got label_smoothing_factor"),
             ("compute_loss_func", "got compute_loss_func"),
@@ -359,10 +314,9 @@ class StockTrainersTest(unittest.TestCase):
                 self.assertEqual(printed, "")
 
     def test_auto_mode_says_the_same_everywhere(self):
-        for first, printed, second, also in run_processes(refused_by_auto, 2):
-            for message in (first, second):
-                self.assertRegex(message, r"expected methods of known trainers, got a custom (Own\.)?training_step")
-            self.assertEqual(printed + also, "")
+        for message, printed in run_processes(refused_by_auto, 2):
+            self.assertRegex(message, "expected methods of known trainers, got a custom training_step")
+            self.assertEqual(printed, "")
 
     def test_undo(self):
         """`decide` changes nothing, and `undo` what `apply` has changed."""
@@ -389,20 +343,8 @@ class StockTrainersTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            (
-                "parts",
-                "trainer",
-                2,
-                "difference",
-                "^expected the same. This is more than rounding: .* Use padded batches",
-            ),
-            (
-                "evaluation",
-                "trainer",
-                1,
-                "difference",
-                "^expected the same. This is more than rounding: .* Use padded",
-            ),
+            ("parts", "trainer", 2, "difference", "^expected the same. This is more than rounding: .* Use padded"),
+            ("evaluation", "trainer", 1, "difference", "^expected the same. This is more than rounding: .* Use"),
             ("metrics", "sft", 1, "leak", "^expected no leak."),
         ]
     )
@@ -421,15 +363,3 @@ class StockTrainersTest(unittest.TestCase):
         for mode in (True, "auto"):
             with self.assertRaisesRegex(ValueError, "expected a default process group, got none. Start the processes"):
                 configure_packing(trainer, mode, ROW if mode is True else None, sequence_parallel_size=2)
-
-    def test_methods_need_processes(self):
-        option = {"sequence_parallel_attention": "gather"}
-        reason = "above 1 with sequence_parallel_attention, got sequence_parallel_size=1"
-        trainer = build("trainer")
-        before = state(trainer)
-        with self.assertRaisesRegex(ValueError, reason):
-            configure_packing(trainer, False, **option)
-        self.assertEqual(state(trainer), before)
-        args = PackedTrainingArguments(tempfile.mkdtemp(), **OPTIONS, **option)
-        with self.assertRaisesRegex(ValueError, reason):
-            PackedTrainer(make_model(), args, train_dataset=Samples(4).rows)

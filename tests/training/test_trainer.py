@@ -1,16 +1,13 @@
 """`PackedTrainer` and its arguments, and the packing metrics in the log."""
 
-import contextlib
-import io
-import tempfile
 import time
-import unittest
 from unittest import mock
 
 import torch
-from mixins.configure import llama
+from mixins.configure import ConfigureTestCase, llama, said
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS, Samples, collate_padded
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -36,16 +33,7 @@ from transformers_packed.ops import dispatch, implementations_used
 from transformers_packed.training.callbacks import metrics
 
 
-def quiet():
-    return contextlib.redirect_stdout(io.StringIO())
-
-
-class TrainerTestCase(unittest.TestCase):
-    def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.directory = directory.name
-
+class TrainerTestCase(ConfigureTestCase):
     def args(self, cls=PackedTrainingArguments, **options):
         defaults = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 3, "max_steps": 4}
         defaults |= {"logging_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True}
@@ -55,68 +43,38 @@ class TrainerTestCase(unittest.TestCase):
         set_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()) if model is None else model
         samples = {"train_dataset": Samples(24), "eval_dataset": Samples(8)}
-        with quiet():
-            return cls(model, args or self.args(), **samples | options)
+        return said(cls, model, args or self.args(), **samples | options)[1]
 
 
 class PackedTrainerTest(TrainerTestCase):
-    def test_a_model_that_is_made_when_training_starts(self):
-        """`model_init` creates a different model than the one at construction of the Trainer."""
-
-        def make():
-            return AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
-
-        def trained(**model):
-            args = self.args(packing=True, max_length=128, seed=1)
-            with quiet():
-                trainer = PackedTrainer(args=args, train_dataset=Samples(24), **model)
-                trainer.train()
-            return trainer.model
-
-        set_seed(1)
-        expected, found = trained(model=make()), trained(model_init=make)
-        self.assertTrue(has_our_classes(found))
-        for a, b in zip(found.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(a, b)
-
     @parameterized.expand(
         [
             ("auto", {}, (False, True)),
             ("padding_free", {"padding_free": True}, (False, True)),
             ("pack", {"packing": True, "max_length": 128}, (True, True)),
             ("off", {"padding_free": False}, (False, False)),
+            ("auto", None, (False, True)),
         ]
     )
     def test_what_the_arguments_ask_for(self, mode, options, active):
-        args = self.args(**options)
-        self.assertEqual(args.packing_mode, mode)
+        """Plain arguments, here `None`, mean auto."""
+        args = self.args(TrainingArguments) if options is None else self.args(**options)
+        self.assertEqual(getattr(args, "packing_mode", "auto"), mode)
         trainer = self.build(args=args)
         self.assertEqual((args.packing, args.padding_free), active)
         self.assertEqual(hasattr(trainer.train_dataset, "plan"), mode == "pack")
-        if mode != "off":
-            with quiet():
-                trainer.train()
-            self.assertIn("tokens_per_second", trainer.state.log_history[0])
 
-    def test_plain_arguments_mean_auto(self):
-        args = self.args(TrainingArguments)
-        self.build(args=args)
-        self.assertTrue(args.padding_free)
-
-    @parameterized.expand([({"packing": True},), ({"packing": True, "max_length": 8, "padding_free": False},)])
-    def test_contradictions(self, options):
-        with self.assertRaisesRegex(ValueError, "expected max_length"):
-            self.args(**options)
-
-    def test_max_length_without_rows(self):
+    def test_contradictions(self):
+        for options in ({"packing": True}, {"packing": True, "max_length": 8, "padding_free": False}):
+            with self.assertRaisesRegex(ValueError, "expected max_length"):
+                self.args(**options)
         with self.assertRaisesRegex(ValueError, "expected packing=True with max_length, got none"):
             self.args(max_length=8)
-        self.args(packing=False, max_length=8)
 
     def test_on_the_command_line(self):
-        line = ["--output_dir", self.directory, "--packing", "true", "--max_length", "64"]
+        line = ["--output_dir", self.directory, "--packing", "true", "--max_length", "64", "--float8", "true"]
         (args,) = HfArgumentParser(PackedTrainingArguments).parse_args_into_dataclasses(line)
-        self.assertEqual((args.packing, args.max_length, args.padding_free), (True, 64, None))
+        self.assertEqual((args.packing, args.max_length, args.padding_free, args.float8), (True, 64, None, True))
 
     def test_evaluation_is_the_mean_over_all_targets(self):
         # Elsewhere: the evaluation loss changes when packing is turned on.
@@ -134,8 +92,7 @@ class PackedTrainerTest(TrainerTestCase):
         stock = self.build(Trainer, self.args(TrainingArguments), data_collator=collate_padded).evaluate()["eval_loss"]
         self.assertGreater(abs(stock - losses / targets), 1e-4)
 
-    @parameterized.expand([(3,), (1,)])
-    def test_evaluation_of_labels_that_are_not_shifted(self, batch):
+    def test_evaluation_of_labels_that_are_not_shifted(self):
         """As in `Trainer` with one batch: the mean over samples, or over all tokens."""
         rows = [{"input_ids": [n] * n, "labels": [n % 2] * n} for n in range(2, 7)]
 
@@ -151,7 +108,7 @@ class PackedTrainerTest(TrainerTestCase):
             model = auto.from_config(CONFIGS["qwen3_next"]())
             model.config.pad_token_id = 0
             options = {"model": model, "data_collator": collator, "eval_dataset": rows, "train_dataset": rows}
-            found = self.build(args=self.args(per_device_eval_batch_size=batch), **options).evaluate()["eval_loss"]
+            found = self.build(args=self.args(per_device_eval_batch_size=3), **options).evaluate()["eval_loss"]
             arguments = self.args(TrainingArguments, per_device_eval_batch_size=5)
             expected = self.build(Trainer, arguments, **options).evaluate()["eval_loss"]
             self.assertAlmostEqual(found, expected, places=5)
@@ -160,7 +117,6 @@ class PackedTrainerTest(TrainerTestCase):
         [
             ("default", {}),
             ("position_ids", {}),
-            ("cu_seqlens", {"return_cu_seqlens": True}),
             ("padding", {"return_flash_attn_kwargs": True, "pad_to_multiple_of": 16, "pad_token_id": 0}),
         ]
     )
@@ -206,6 +162,34 @@ class PackedTrainerTest(TrainerTestCase):
         self.assertIsNone(next(rows, None))
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Samples(8).rows)
+
+
+class EvaluationTest(TrainerTestCase):
+    def test_a_stream_beside_samples(self):
+        """accelerate would read it in one process, and cut its boundaries."""
+        trainer = self.build()
+        expected = trainer.evaluate()["eval_loss"]
+        self.assertAlmostEqual(trainer.evaluate(Stream())["eval_loss"], expected, places=5)
+
+    @parameterized.expand([(None,), (64,)])
+    def test_padding_of_a_classifier_is_no_sample(self, multiple):
+        samples = [{"input_ids": [n] * n, "labels": n % 2} for n in range(2, 12)]
+        options = {"return_cu_seqlens": True, "pad_to_multiple_of": multiple, "pad_token_id": 0, "on_leak": "ignore"}
+        seen = []
+        trainer = self.build(
+            model=patch_model(AutoModelForSequenceClassification.from_config(CONFIGS["qwen3_5"]())),
+            train_dataset=samples,
+            data_collator=DataCollatorWithFlattening(**options),
+            compute_metrics=lambda prediction: seen.append(prediction) or {},
+        )
+        trainer.evaluate(samples)
+        self.assertEqual(seen[0].label_ids.tolist(), [n % 2 for n in range(2, 12)])
+        self.assertEqual(seen[0].predictions.shape, (10, 2))
+
+
 class Float8Test(TrainerTestCase):
     """Linear layers of the inner decoder layers train in float8, with and without packing."""
 
@@ -218,60 +202,45 @@ class Float8Test(TrainerTestCase):
         set_seed(0)
         return AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
 
-    def trained(self, **options):
+    def trained(self, model, **options):
         """Return the model after two steps, the first printed line and the implementations of linear layers."""
         collator = collate_padded if options.get("padding_free") is False else None
-        models = {"model_init": self.model} if options.pop("again", False) else {"model": self.model()}
         args = self.args(**options | {"max_steps": 2})
         dispatch._used.clear()
-        with contextlib.redirect_stdout(io.StringIO()) as stdout:
-            trainer = PackedTrainer(args=args, train_dataset=Samples(24), data_collator=collator, **models)
-            trainer.train()
-        return trainer.model, stdout.getvalue().splitlines()[0], implementations_used().get("linear_float8")
+        options = {"args": args, "train_dataset": Samples(24), "data_collator": collator}
+        output, trainer = said(PackedTrainer, **options, **model)
+        output += said(trainer.train)[0]
+        return trainer.model, output.splitlines()[0], implementations_used().get("linear_float8")
 
     @parameterized.expand(
         [
-            ("pack", {"packing": True, "max_length": 128}, "^Packing on: .*; linear layers train in float8$"),
-            ("padding_free", {}, "^Padding-free on: .*; linear layers train in float8$"),
+            ("model_init", {"packing": True, "max_length": 128}, "^Packing on: .*; linear layers train in float8$"),
+            ("model", {}, "^Padding-free on: .*; linear layers train in float8$"),
             (
-                "off",
+                "model",
                 {"padding_free": False},
                 "^Packing off, batches are unchanged; linear layers train in float8: .*off",
             ),
         ]
     )
-    def test_in_each_mode(self, _, options, line):
-        plain, _, used = self.trained(**options)
-        self.assertIsNone(used)
-        expected = {name: x.dtype for name, x in plain.state_dict().items()}
-        for again in (False, True):
-            model, said, used = self.trained(float8=True, again=again, **options)
-            self.assertRegex(said, line)
-            self.assertEqual(used, ["fused"])
-            self.assertTrue(has_our_classes(model))
-            self.assertEqual({name: x.dtype for name, x in model.state_dict().items()}, expected)
+    def test_in_each_mode(self, how, options, line):
+        expected = {name: x.dtype for name, x in self.model().state_dict().items()}
+        given = {how: self.model if how == "model_init" else self.model()}
+        model, output, used = self.trained(given, float8=True, **options)
+        self.assertRegex(output, line)
+        self.assertEqual(used, ["fused"])
+        self.assertTrue(has_our_classes(model))
+        self.assertEqual({name: x.dtype for name, x in model.state_dict().items()}, expected)
 
-    def test_on_the_command_line(self):
-        line = ["--output_dir", self.directory, "--float8", "true"]
-        (args,) = HfArgumentParser(PackedTrainingArguments).parse_args_into_dataclasses(line)
-        self.assertTrue(args.float8)
-
-    @parameterized.expand(
-        [("auto", {}), ("pack", {"packing": True, "max_length": 128}), ("off", {"padding_free": False})]
-    )
-    def test_another_model_is_an_error(self, _, options):
-        for built in ({"model": llama()}, {"model_init": llama}):
-            with self.assertRaisesRegex(
-                ValueError, "^expected a Qwen3-Next, Qwen3.5/3.6/3.8 or Qwen3.5/3.6/3.8-MoE model"
-            ):
-                PackedTrainer(args=self.args(float8=True, **options), train_dataset=Samples(24), **built)
-
-    def test_a_refused_trainer_is_unchanged(self):
+    def test_another_model_is_an_error(self):
+        """And the Trainer is unchanged."""
+        message = "^expected a Qwen3-Next, Qwen3.5/3.6/3.8 or Qwen3.5/3.6/3.8-MoE model"
+        with self.assertRaisesRegex(ValueError, message):
+            args = self.args(float8=True, padding_free=False)
+            PackedTrainer(args=args, train_dataset=Samples(24), model_init=llama)
         trainer = self.build(Trainer, self.args(TrainingArguments), model=llama())
         before = dict(vars(trainer))
-        with self.assertRaisesRegex(
-            ValueError, "^expected a Qwen3-Next, Qwen3.5/3.6/3.8 or Qwen3.5/3.6/3.8-MoE model"
-        ):
+        with self.assertRaisesRegex(ValueError, message):
             configure_packing(trainer, float8=True)
         self.assertEqual(vars(trainer), before)
         self.assertFalse(hasattr(trainer.args, "packing"))
@@ -293,9 +262,7 @@ class FiguresTest(TrainerTestCase):
     def log(self, trainer) -> list[dict]:
         # Clear the implementations recorded by other tests in this process.
         dispatch._used.clear()
-        with quiet() as stdout:
-            trainer.train()
-        self.summary = stdout.getvalue().splitlines()[-1]
+        self.summary = said(trainer.train)[0].splitlines()[-1]
         return [entry for entry in trainer.state.log_history if "loss" in entry]
 
     def batches(self, trainer) -> list[list[int]]:
@@ -327,36 +294,10 @@ class FiguresTest(TrainerTestCase):
         self.assertIn(f"Padding-free: {documents} documents with {tokens:,} tokens in ", self.summary)
         self.assertIn("causal_conv1d: reference; gated_delta_rule: reference; attention:", self.summary)
 
-    def test_fill_of_rows(self):
-        trainer = self.build(args=self.args(packing=True, max_length=128, max_steps=-1, num_train_epochs=1))
-        plan = trainer.train_dataset.plan
-        trainer.args.logging_steps = trainer.state.logging_steps = len(plan) // 3
-        (entry,) = self.log(trainer)
-        self.assertAlmostEqual(entry["packing_fill"], plan.fill, places=4)
-        self.assertAlmostEqual(entry["documents_per_row"], plan.documents_per_row.mean(), places=2)
-        self.assertIn(f"Packing: 24 documents with {plan.tokens:,} tokens", self.summary)
-        self.assertIn(f"fill {plan.fill:.1%}, ", self.summary)
-
-    def test_padding_avoided_by_rows(self):
-        """As in the plan: relative to batches of 8 documents in random order, for any number of rows per step."""
-        args = self.args(packing=True, max_length=128, max_steps=-1, num_train_epochs=1, gradient_accumulation_steps=1)
-        trainer = self.build(args=args)
-        plan = trainer.train_dataset.plan
-        trainer.args.logging_steps = trainer.state.logging_steps = len(plan) // 3
-        (entry,) = self.log(trainer)
-        self.assertAlmostEqual(entry["padding_avoided"], plan.padding_avoided, delta=2e-4)
-        self.assertIn(f"padding avoided {plan.padding_avoided:.1%} ", self.summary)
-
     def test_rows_of_the_batch_size_that_was_found(self):
-        """`auto_find_batch_size` goes from 4 rows to 3. Fill and documents refer to the latter."""
-        args = self.args(
-            packing=True,
-            max_length=128,
-            max_steps=-1,
-            num_train_epochs=1,
-            per_device_train_batch_size=4,
-            auto_find_batch_size=True,
-        )
+        """`auto_find_batch_size` goes from 4 rows to 3. Figures are those of the plan, for the latter."""
+        options = {"per_device_train_batch_size": 4, "auto_find_batch_size": True}
+        args = self.args(packing=True, max_length=128, max_steps=-1, num_train_epochs=1, **options)
         trainer = self.build(args=args)
         plan = trainer.train_dataset.plan
         step, tried = trainer.training_step, []
@@ -373,7 +314,9 @@ class FiguresTest(TrainerTestCase):
         self.assertEqual((set(tried), len(plan) % 3), ({4, 3}, 0))
         self.assertAlmostEqual(entry["packing_fill"], plan.fill, places=4)
         self.assertAlmostEqual(entry["documents_per_row"], plan.documents_per_row.mean(), places=2)
-        self.assertIn(f"fill {plan.fill:.1%}, ", self.summary)
+        self.assertAlmostEqual(entry["padding_avoided"], plan.padding_avoided, delta=2e-4)
+        for words in (f"fill {plan.fill:.1%}, ", f"padding avoided {plan.padding_avoided:.1%} "):
+            self.assertIn(words, self.summary)
 
     def test_padding_at_the_end_is_no_document(self):
         """Padding from `pad_to_multiple_of` counts neither as tokens nor as a document."""
@@ -390,7 +333,6 @@ class FiguresTest(TrainerTestCase):
 
     @parameterized.expand(
         [
-            ("position_ids", {}),
             ("later_start", {"position_ids_start": 2}),
             ("seq_idx", {"return_position_ids": False, "return_seq_idx": True}),
             ("boundaries", {"return_position_ids": False, "return_boundaries": True}),
@@ -400,9 +342,8 @@ class FiguresTest(TrainerTestCase):
         """For families that accept no lengths, and collators of the user."""
         trainer = self.build(Trainer, self.args(TrainingArguments))
         patch_model(trainer.model)
-        with quiet():
-            trainer.data_collator = DataCollatorWithFlattening(on_leak="ignore", **options)
-            configure_packing(trainer)
+        trainer.data_collator = DataCollatorWithFlattening(on_leak="ignore", **options)
+        said(configure_packing, trainer)
         log = self.log(trainer)
         self.assertEqual(log[0]["documents_per_row"], 3.0)
         self.assertGreater(log[0]["padding_avoided"], 0.05)

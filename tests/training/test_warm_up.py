@@ -23,7 +23,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     Qwen3_5Config,
-    Trainer,
     TrainerState,
     TrainingArguments,
     set_seed,
@@ -111,22 +110,16 @@ class RowsTest(unittest.TestCase):
 
 class StateTest(KernelsTestCase):
     def state(self, model):
-        gradients = [None if x.grad is None else x.grad.clone() for x in model.parameters()]
-        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()]
         tensors = [x.clone() for x in (*model.parameters(), *model.buffers())]
-        return gradients, tensors, hooks, [m.training for m in model.modules()], torch.get_rng_state()
+        gradients = [x.grad if x.grad is None else x.grad.clone() for x in model.parameters()]
+        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()]
+        return [*tensors, *gradients, torch.get_rng_state(), hooks, [m.training for m in model.modules()]]
 
     def check(self, before, after):
-        for a, b in zip(before[0], after[0], strict=True):
-            self.assertEqual(a is None, b is None)
-            if a is not None:
-                self.assertTrue(torch.equal(a, b))
-        for a, b in zip(before[1], after[1], strict=True):
-            self.assertTrue(torch.equal(a, b))
-        self.assertEqual(before[2:4], after[2:4])
-        self.assertTrue(torch.equal(before[4], after[4]))
+        for a, b in zip(before, after, strict=True):
+            self.assertTrue(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)
 
-    @parameterized.expand([("stopped",), ("plain",), ("lora",), ("checkpointing",), ("float8",), ("experts",)])
+    @parameterized.expand([("stopped",), ("lora",), ("checkpointing",), ("float8",), ("experts",)])
     def test_it_leaves_the_model_as_it_was(self, kind):
         model = small("qwen3_next_moe" if kind == "experts" else "qwen3_5")
         if kind == "lora":
@@ -202,8 +195,7 @@ class StateTest(KernelsTestCase):
         warm_up(small(), 24, loss=loss, evaluation=False)
         self.assertEqual([list(row) for row in rows], rows_to_run(24))
 
-    @parameterized.expand([(None, torch.float32), (torch.bfloat16, torch.bfloat16)])
-    def test_what_takes_longest_starts_before_the_first_row(self, dtype, started):
+    def test_what_takes_longest_starts_before_the_first_row(self):
         model, calls = small(), []
 
         def loss(model, batch):
@@ -211,11 +203,11 @@ class StateTest(KernelsTestCase):
             return model(**batch).loss
 
         with mock.patch.object(module.flash_qla, "start_compiling", lambda *sizes: calls.append(sizes)):
-            warm_up(model, 24, loss=loss, dtype=dtype)
+            warm_up(model, 24, loss=loss, dtype=torch.bfloat16)
             config = model.config
             heads = config.linear_num_key_heads, config.linear_num_value_heads
             dims = config.linear_key_head_dim, config.linear_value_head_dim
-            self.assertEqual(calls[:2], [(torch.device("cpu"), started, *heads, *dims), "row"])
+            self.assertEqual(calls[:2], [(torch.device("cpu"), torch.bfloat16, *heads, *dims), "row"])
             self.assertEqual(calls[2:], ["row"] * len(rows_to_run(24)))
             # Of a family without these layers, nothing is known.
             calls.clear()
@@ -233,10 +225,7 @@ class StateTest(KernelsTestCase):
                 warm_up(small(), 24, progress=progress)
             self.assertEqual(bar.call_args.kwargs["disable"], hidden)
 
-    def test_a_model_without_a_head(self):
-        warm_up(small().model, 16)
-
-    @parameterized.expand([("vision",), ("llama",), ("mamba2",), ("bloom",), ("classifier",)])
+    @parameterized.expand([("vision",), ("mamba2",), ("bloom",), ("classifier",)])
     def test_other_models(self, kind):
         with quiet(), contextlib.redirect_stderr(io.StringIO()):
             if kind == "vision":
@@ -276,7 +265,7 @@ class OurKernelsTest(InterpretedKernelsTest, KernelsTestCase):
         ):
             self.enterContext(mock.patch.object(place, name, value))
 
-    @parameterized.expand([("plain",), ("float8",), ("lora",), ("experts",)])
+    @parameterized.expand([("float8",), ("lora",), ("experts",)])
     def test_no_row_needs_another_kernel(self, kind):
         # Multiples of 16, as in released models.
         widths = {"intermediate_size": 96, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
@@ -329,7 +318,7 @@ class TrainerTest(KernelsTestCase):
             trainer.train(**options)
         return self.events
 
-    @parameterized.expand([({"packing": True, "max_length": 96},), ({"padding_free": True},), ({},)])
+    @parameterized.expand([({"packing": True, "max_length": 96},), ({},)])
     def test_it_runs_once_before_the_first_step_and_changes_nothing(self, options):
         trainer = self.build(**options)
         self.assertEqual(self.train(trainer), ["warm up", "step", "step"])
@@ -350,12 +339,10 @@ class TrainerTest(KernelsTestCase):
             self.train(trainer, resume_from_checkpoint=f"{self.directory}/checkpoint-2"), ["warm up", "step"]
         )
 
-    def test_it_does_not_run_on_a_cpu(self):
-        trainer = self.build()
+    def test_it_does_not_run_on_a_cpu_or_for_padded_batches(self):
         with mock.patch.object(callback, "compiles_kernels", lambda device: device.type == "cuda"):
-            self.assertEqual(self.train(trainer), ["step", "step"])
-
-    def test_it_does_not_run_for_padded_batches(self):
+            self.assertEqual(self.train(self.build()), ["step", "step"])
+        self.events.clear()
         trainer = self.build(padding_free=False)
         trainer.data_collator = collate_padded
         with self.assertLogs("transformers_packed", "INFO") as logs:
@@ -406,10 +393,6 @@ class TrainerTest(KernelsTestCase):
         self.assertEqual(callback.largest_row(trainer), (192, sum(documents[-2:])))
         lengths = sorted(len(sample["input_ids"]) for sample in Samples(24))
         self.assertEqual(callback.largest_row(self.build()), (sum(lengths[-2:]), None))
-
-    def test_a_stock_trainer_is_unchanged(self):
-        trainer = self.build(Trainer, arguments=TrainingArguments, per_device_train_batch_size=1)
-        self.assertFalse([x for x in trainer.callback_handler.callbacks if type(x) is callback.WarmUpCallback])
 
 
 def train_in_processes(size, compiles):

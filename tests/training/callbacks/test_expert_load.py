@@ -1,8 +1,6 @@
 """The log of a mixture shows how evenly its tokens spread over its experts, as counted by the stock model."""
 
-import contextlib
 import copy
-import io
 import tempfile
 import unittest
 from pathlib import Path
@@ -10,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from mixins.configure import said
 from parameterized import parameterized
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -27,9 +26,7 @@ KEYS = {"expert_load_max", "experts_unused"}
 
 class ExpertLoadTest(unittest.TestCase):
     def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.directory = directory.name
+        self.directory = self.enterContext(tempfile.TemporaryDirectory())
         # Its forwards would count as well.
         self.enterContext(mock.patch.object(VerifyCallback, "on_train_begin", return_value=None))
 
@@ -40,9 +37,9 @@ class ExpertLoadTest(unittest.TestCase):
             self.totals += [total[:, :-1].tolist() for total in load._totals]
             return figures(load)
 
-        with contextlib.redirect_stdout(io.StringIO()), mock.patch.object(ExpertLoad, "figures", recorded):
-            trainer, counted = build(self.directory, model, **options)
-            trainer.train()
+        with mock.patch.object(ExpertLoad, "figures", recorded):
+            trainer, counted = said(build, self.directory, model, **options)[1]
+            said(trainer.train)
         return trainer, counted, [entry for entry in trainer.state.log_history if "loss" in entry]
 
     def check(self, entry: dict, batches: list[torch.Tensor]) -> None:
@@ -60,7 +57,6 @@ class ExpertLoadTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("accumulation", {}),
             ("evaluation", {"eval_strategy": "steps", "eval_steps": 1}),
             ("reentrant", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
             ("non_reentrant", {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
@@ -130,8 +126,7 @@ class ExpertLoadTest(unittest.TestCase):
     def test_a_second_run(self):
         trainer, counted, _ = self.train()
         counted.clear()
-        with contextlib.redirect_stdout(io.StringIO()):
-            trainer.train()
+        said(trainer.train)
         self.check_log([entry for entry in trainer.state.log_history if "loss" in entry], counted)
 
     def test_rows_with_more_padding_and_several_forwards(self):
@@ -165,7 +160,3 @@ class ExpertLoadTest(unittest.TestCase):
         share = [float((sum(x) / sum(x).sum(1, keepdim=True)).max()) * NUMBER for x in (first[:4], second[:4])]
         self.assertNotAlmostEqual(saved["log"][0]["expert_load_max"], share[0], delta=1e-3)
         self.assertNotAlmostEqual(saved["log"][0]["expert_load_max"], share[1], delta=1e-3)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -1,7 +1,6 @@
 """Gradient release: the same weights as without it, what excludes it, and no step before the first one."""
 
 import sys
-import unittest
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -60,7 +59,7 @@ class GradientReleaseTest(ConfigureTestCase):
         config = CONFIGS[family]()
         config.tie_word_embeddings = tied
         model = AutoModelForCausalLM.from_config(config)
-        args = {"max_steps": 3, "learning_rate": RATE, **arguments_for("flash_adamw_release"), **args}
+        args = {"max_steps": 2, "learning_rate": RATE, **arguments_for("flash_adamw_release"), **args}
         rates = SimpleNamespace(learning_rate=RATE, adam_beta1=0.9, adam_beta2=0.99, adam_epsilon=1e-8)
         cls, options = class_and_kwargs("flash_adamw", rates)
         given = cls, options | self.options
@@ -77,8 +76,7 @@ class GradientReleaseTest(ConfigureTestCase):
             (package, family, tied, checkpointing)
             for package in PACKAGES
             for family, tied, checkpointing in (
-                ("qwen3_5", True, False),
-                ("qwen3_5", False, True),
+                ("qwen3_5", True, True),
                 ("qwen3_next_moe", False, False),
             )
         ]
@@ -91,7 +89,7 @@ class GradientReleaseTest(ConfigureTestCase):
             said(trainer.train)
             (noted,) = [x for x in trainer.callback_handler.callbacks if isinstance(x, Noted)]
             number = sum(1 for _ in trainer.model.parameters())
-            self.assertEqual(noted.left, [0 if releases else number] * 3)
+            self.assertEqual(noted.left, [0 if releases else number] * 2)
             trained.append(trainer.model)
         for name, weight in trained[0].state_dict().items():
             self.assertTrue(torch.equal(weight, trained[1].state_dict()[name]), name)
@@ -110,7 +108,7 @@ class GradientReleaseTest(ConfigureTestCase):
         trainer.add_callback(Begun())
         output, _ = said(trainer.train)
         self.assertIn("Verified packing on 3 documents", output)
-        self.assertEqual(begun, [True, False, False])
+        self.assertEqual(begun, [True, False])
 
     def test_no_hook_stays_after_training(self):
         trainer = self.make()
@@ -191,7 +189,3 @@ class GradientReleaseTest(ConfigureTestCase):
     def test_no_graph_computes_all_gradients(self):
         self.assertIsNone(excludes_graphs(self.make(False)))
         self.assertIn("gradient release", excludes_graphs(self.make()))
-
-
-if __name__ == "__main__":
-    unittest.main()

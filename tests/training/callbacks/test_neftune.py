@@ -1,11 +1,9 @@
 """NEFTune: each document of a packed row gets noise of the same size as alone in the stock class."""
 
-import tempfile
-import unittest
-
 import peft
 import pytest
 import torch
+from mixins.configure import ConfigureTestCase
 from mixins.model import total_relative_error
 from parameterized import parameterized
 from scripts.configured_arms import build
@@ -20,12 +18,7 @@ from transformers import (
     set_seed,
 )
 
-from transformers_packed import (
-    PackedTrainer,
-    SequenceBoundaries,
-    configure_packing,
-    patch_model,
-)
+from transformers_packed import PackedTrainer, SequenceBoundaries, configure_packing, patch_model
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.models.versions import checkpointing_argument
 from transformers_packed.parallel.shard import RowShard
@@ -58,12 +51,7 @@ class OnFirstStep(TrainerCallback):
             self.function()
 
 
-class NeftuneTest(unittest.TestCase):
-    def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.directory = directory.name
-
+class NeftuneTest(ConfigureTestCase):
     def trainer(self, model, collator=None, cls=Trainer, dataset=None, **arguments) -> Trainer:
         options = {"per_device_train_batch_size": 4, "max_steps": 2, "neftune_noise_alpha": ALPHA, **OPTIONS}
         args = TrainingArguments(self.directory, **options | arguments)
@@ -112,36 +100,32 @@ class NeftuneTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("padding_free", "qwen3_5", {}),
-            ("moe", "qwen3_next_moe", {}),
-            ("stock", "llama", {}),
-            ("checkpointed", "qwen3_5", {checkpointing_argument(): True}),
-            ("compiled_stock", "llama", {"torch_compile": True, "torch_compile_backend": "eager"}),
+            ("qwen3_5", {checkpointing_argument(): True}),
+            ("qwen3_next_moe", {}),
+            ("llama", {}),
         ]
     )
-    def test_configured(self, _, model_type, arguments):
+    def test_configured(self, model_type, arguments):
         self.check_documents(configure_packing(self.trainer(make(model_type), **arguments)))
 
+    @parameterized.expand([("qwen3_5", SAME_TOTAL), ("llama", {})])
     @pytest.mark.slow
-    def test_compiled(self):
-        trainer = self.trainer(make("qwen3_5"), torch_compile=True, torch_compile_backend="eager", **SAME_TOTAL)
+    def test_compiled(self, model_type, options):
+        trainer = self.trainer(make(model_type), torch_compile=True, torch_compile_backend="eager", **options)
         self.check_documents(configure_packing(trainer))
 
-    def test_rows(self):
-        self.check_documents(configure_packing(self.trainer(make()), True, 128))
+    def test_rows_and_adapters(self):
+        model = peft.get_peft_model(make(), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+        self.check_documents(configure_packing(self.trainer(model), True, 128))
 
     def test_packed_trainer(self):
         self.check_documents(self.trainer(make(), cls=PackedTrainer))
-
-    def test_adapters(self):
-        model = peft.get_peft_model(make(), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
-        self.check_documents(configure_packing(self.trainer(model)))
 
     def test_sft(self):
         trainer = build("sft", directory=self.directory, neftune_noise_alpha=ALPHA, max_steps=2)
         self.check_documents(configure_packing(trainer))
 
-    @parameterized.expand(["qwen3_5", "llama", "gpt_oss"])
+    @parameterized.expand(["qwen3_5", "gpt_oss"])
     def test_documents_alone_get_the_built_in_noise(self, model_type):
         """Rows of one document use the same random numbers as the stock class, and thus get its updates."""
         updates = []

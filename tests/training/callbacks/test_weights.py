@@ -2,6 +2,7 @@
 
 import copy
 import unittest
+from importlib import import_module
 from importlib.util import find_spec
 from unittest import mock
 
@@ -65,30 +66,20 @@ class RoundedAwayTest(unittest.TestCase):
                 self.assertTrue(smaller.equal(weight))
                 self.assertFalse((weight.double() * (1 - 1 / (lost - 1))).to(dtype).equal(weight))
 
-    def test_optimizers_that_may_keep_the_bits(self):
+    def test_optimizers_that_may_keep_the_bits_or_a_copy(self):
         self.assertIsNone(line(linear(), OfAnotherPackage))
-
-    def test_the_copy_that_an_optimizer_updates_counts(self):
-        model, copy = linear(), linear(torch.float32)
-        self.assertIsNone(rounded_away(model, ADAMW(copy.parameters())))
+        self.assertIsNone(rounded_away(linear(), ADAMW(linear(torch.float32).parameters())))
 
     def test_an_optimizer_inside_that_of_accelerate(self):
-        model = linear()
-        optimizer = Accelerator(cpu=True).prepare_optimizer(ADAMW(model.parameters()))
+        optimizer = Accelerator(cpu=True).prepare_optimizer(ADAMW((model := linear()).parameters()))
         self.assertIn("and AdamW keeps", rounded_away(model, optimizer))
 
-    @unittest.skipUnless(find_spec("torchao"), "needs torchao")
-    def test_stochastic_rounding_of_torchao(self):
-        from torchao.optim import AdamW8bit
-
-        self.assertIn("AdamW8bit", line(linear(), AdamW8bit))
-        self.assertIsNone(line(linear(), AdamW8bit, bf16_stochastic_round=True))
-
-    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
-    def test_bitsandbytes(self):
-        from bitsandbytes.optim import AdamW8bit
-
-        self.assertIn("AdamW8bit", line(linear(), AdamW8bit))
+    @parameterized.expand([x for x in ("torchao", "bitsandbytes") if find_spec(x)])
+    def test_optimizers_of_other_packages(self, package):
+        cls = import_module(f"{package}.optim").AdamW8bit
+        self.assertIn("AdamW8bit", line(linear(), cls))
+        if package == "torchao":
+            self.assertIsNone(line(linear(), cls, bf16_stochastic_round=True))
 
     def test_float32_and_frozen_weights(self):
         self.assertIsNone(line(linear(torch.float32)))
