@@ -294,7 +294,7 @@ class TrainingTest(Float8TestCase):
         calls = [
             [p.weight for p in call.args[1] if isinstance(p.weight, Float8Weight)] for call in shared.call_args_list
         ]
-        with mock.patch.object(projections, "_weight_of", wraps=projections._weight_of) as read:
+        with mock.patch.object(projections, "is_in_float8", wraps=projections.is_in_float8) as read:
             result(model)
         asked = {id(call.args[0]) for call in read.call_args_list}
         self.assertEqual(asked, {id(model.get_submodule(name)) for name in chosen(model)})

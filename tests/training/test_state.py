@@ -121,6 +121,7 @@ STATES = {
     "partial": lambda: (functools.partial(lambda x: x.append(1) or len(x), []), lambda x: (x(),)),
     "variable_of_a_module": lambda: (count_in_module, lambda x: (x(),)),
     "global": lambda: (count_global, lambda x: (x(),)),
+    "beside_an_alias": lambda: ([list[int]], lambda x: (x.append(1), len(x))),
 }
 
 

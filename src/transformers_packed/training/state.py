@@ -14,6 +14,7 @@ processors, optimizers and the weights of models are not noted either. `left` na
 
 import io
 import logging
+import operator
 import random
 import sys
 from collections import deque
@@ -143,7 +144,8 @@ class State:
         self, values: dict[str, Any], path: str, chosen: Callable[[str], bool] = lambda name: True
     ) -> Iterable[Found]:
         """The variables of a namespace with these names."""
-        change = values.__setitem__, values.__delitem__
+        # A generic alias has the namespace of its class, which nobody can change.
+        change = partial(operator.setitem, values), partial(operator.delitem, values)
         return _named(self._names(lambda: {name: x for name, x in values.items() if chosen(name)}, *change), path)
 
     def _names(self, read: Callable[[], dict[str, Any]], put: Callable, delete: Callable) -> dict[str, Any]:
