@@ -158,8 +158,9 @@ def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
 def trunk_too(model: torch.nn.Module) -> AbstractContextManager:
     """Compute the trunk with gradients and the model's own losses meanwhile, if no loss trains the trunk."""
     losses = losses_of(model)
-    frozen = bool(losses) and not trains_trunk(losses)
-    return swapped(vars(inner_model(model)), losses=(*OWN, *losses)) if frozen else nullcontext()
+    if not losses or trains_trunk(losses):
+        return nullcontext()
+    return swapped(vars(inner_model(model)), losses=(*OWN, *losses))
 
 
 @contextmanager
