@@ -461,7 +461,10 @@ def mixer_class(builtin: type[torch.nn.Module], mixer: Mixer) -> type:
 
 def _on_the_row(module, mixer: Mixer, arguments: dict[str, Any], boundaries: SequenceBoundaries) -> Any:
     """Compute the module with the function of its record, or return `None` if it has none or does not support the call."""
-    if not mixer.row or any(arguments.get(name) is not None for name in CACHES):
+    conv = getattr(module, "conv1d", None) or getattr(module, "conv", None)
+    # A convolution of another class may compute something else, and padding is set to 0 before it.
+    known = conv is None or (isinstance(conv, torch.nn.Conv1d) and arguments.get("attention_mask") is None)
+    if not mixer.row or not known or any(arguments.get(name) is not None for name in CACHES):
         return None
     return ROWS[mixer.row](module, boundaries, **{k: v for k, v in arguments.items() if k != "boundaries"})
 

@@ -45,11 +45,9 @@ def causal_attention(module: Any, boundaries: SequenceBoundaries, hidden_states,
 
 
 @force_accelerate_hooks("conv")
-def short_conv(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_mask=None, **_):
+def short_conv(module: Any, boundaries: SequenceBoundaries, hidden_states, **_):
     """Compute the short convolution of LFM2 between two gates."""
     conv = module.conv
-    if attention_mask is not None or not isinstance(conv, torch.nn.Conv1d):
-        return None
     (projected,) = project(hidden_states, module.in_proj)
     first, second, x = projected.chunk(3, dim=-1)
     convolved = causal_conv1d(first * x, conv.weight.squeeze(1), conv.bias, boundaries=boundaries)
@@ -57,13 +55,11 @@ def short_conv(module: Any, boundaries: SequenceBoundaries, hidden_states, atten
 
 
 @force_accelerate_hooks("conv1d")
-def mamba2(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_mask=None, **_):
+def mamba2(module: Any, boundaries: SequenceBoundaries, hidden_states, **_):
     """Compute a Mamba-2 mixer: the convolution, the scan, the norm with a gate, and the output layer.
 
     That of Falcon-H1 has multipliers, and perhaps no norm.
     """
-    if attention_mask is not None or not isinstance(module.conv1d, torch.nn.Conv1d):
-        return None
     if hasattr(module, "ssm_in_multiplier"):
         hidden_states = hidden_states * module.ssm_in_multiplier
     (projected,) = project(hidden_states, module.in_proj)
@@ -108,11 +104,9 @@ def _with_gate(module, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 @force_accelerate_hooks(["conv1d", "dt_proj"])
-def mamba(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_mask=None, **_):
+def mamba(module: Any, boundaries: SequenceBoundaries, hidden_states, **_):
     """Compute a Mamba mixer, perhaps with norms of the step, B and C, as in Jamba and Falcon-Mamba."""
     layer = module.dt_proj
-    if attention_mask is not None or not isinstance(module.conv1d, torch.nn.Conv1d):
-        return None
     (projected,) = project(hidden_states, module.in_proj)
     x, gate = projected.chunk(2, dim=-1)
     x = _convolved(module, x, boundaries)
@@ -131,10 +125,8 @@ def mamba(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_
 
 
 @force_accelerate_hooks("conv1d")
-def zamba(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_mask=None, **_):
+def zamba(module: Any, boundaries: SequenceBoundaries, hidden_states, **_):
     """Compute a Mamba mixer whose heads have projections of their own for the step, B and C."""
-    if attention_mask is not None or not isinstance(module.conv1d, torch.nn.Conv1d):
-        return None
     (projected,) = project(hidden_states, module.in_proj)
     x, gate = projected.unflatten(-1, (-1, 2)).unbind(-1)
     x = _convolved(module, x, boundaries)
