@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 from common.processes import run_script
-from mixins.model import alone, packed_batch, padded_batch, relative_error
+from mixins.model import packed_batch, relative_error
 from mixins.patch import BUILTINS, COMPOSITE, PatchTestCase, builtin_model, documents, ours
 from mixins.vision import alone_batch, document
 from parameterized import parameterized
@@ -127,48 +127,31 @@ class CheckpointTest(PatchTestCase):
         """Router logits, expert kernels and isolation are the same if no stock mixture of experts ran before."""
         builtin = source(family, composite)
         code = (
-            "import sys; sys.modules['fla'] = sys.modules['causal_conv1d'] = None\n"
-            "import torch, transformers, transformers_packed\n"
-            "directory, auto_name = sys.argv[1:]\n"
+            "import sys, torch, transformers, transformers_packed\n"
+            "folder, auto_name = sys.argv[1:]\n"
             "transformers_packed.register()\n"
-            "model = getattr(transformers, auto_name).from_pretrained(directory).eval()\n"
-            "batch = torch.load(f'{directory}/batch.pt')\n"
+            "model = getattr(transformers, auto_name).from_pretrained(folder).eval()\n"
+            "experts = [model.config.get_text_config()._experts_implementation]\n"
             "with torch.no_grad():\n"
-            "    output = model(**batch, output_router_logits=True)\n"
-            "config = model.config.get_text_config()\n"
-            "result = {'logits': output.logits, 'router_logits': output.router_logits, 'aux_loss': output.aux_loss,\n"
-            "          'loss': output.loss, 'module': type(model).__module__,\n"
-            "          'experts': [model.config._experts_implementation, config._experts_implementation]}\n"
+            "    output = model(**torch.load(f'{folder}/batch.pt'), output_router_logits=True)\n"
             "model.set_experts_implementation('batched_mm')\n"
-            "result['experts'].append(config._experts_implementation)\n"
-            "with torch.no_grad():\n"
-            "    result['batched'] = model(**batch).logits\n"
-            "torch.save(result, f'{directory}/result.pt')\n"
+            "experts.append(model.config.get_text_config()._experts_implementation)\n"
+            "torch.save([type(model).__module__, experts, output.logits, output.router_logits], f'{folder}/result.pt')\n"
         )
         with tempfile.TemporaryDirectory() as directory, torch.no_grad():
             store(builtin, directory, unfused=True)
-            reference = type(builtin).from_pretrained(directory).eval()
             torch.save(packed_batch(documents()), f"{directory}/batch.pt")
-            auto_name = "AutoModelForImageTextToText" if composite else "AutoModelForCausalLM"
             script = Path(directory, "script.py")
             script.write_text(code)
-            (process,) = run_script(script, directory, auto_name)
+            (process,) = run_script(
+                script, directory, "AutoModelForImageTextToText" if composite else "AutoModelForCausalLM"
+            )
             self.assertEqual(process.status, 0, process.stderr)
-            result = torch.load(f"{directory}/result.pt")
-            logits, _ = alone(builtin, documents())
-            routers = [builtin(row[None], output_router_logits=True).router_logits for row in documents()]
-            padded = builtin(**padded_batch(documents(), "right"), output_router_logits=True)
-            text = reference.config.get_text_config()
-            chosen = [reference.config._experts_implementation, text._experts_implementation]
-        self.assertEqual(result["module"], modeling_module(family).__name__)
+            module, experts, logits, routers = torch.load(f"{directory}/result.pt")
+            outputs = [builtin(row[None], output_router_logits=True) for row in documents()]
+        self.assertEqual(module, modeling_module(family).__name__)
         # Ours replaces the default of Transformers.
-        self.assertEqual(chosen[1], "grouped_mm")
-        chosen = ["transformers_packed" if name == "grouped_mm" else name for name in chosen]
-        self.assertEqual(result["experts"], [*chosen, "batched_mm"])
-        for got in (result["logits"], result["batched"]):
-            self.assertLess(relative_error(got[0], torch.cat(logits)), 1e-5)
-        self.assertEqual(len(result["router_logits"]), len(padded.router_logits))
-        for got, *want in zip(result["router_logits"], *routers, strict=True):
+        self.assertEqual(experts, ["transformers_packed", "batched_mm"])
+        self.assertLess(relative_error(logits[0], torch.cat([x.logits[0] for x in outputs])), 1e-5)
+        for got, *want in zip(routers, *(x.router_logits for x in outputs), strict=True):
             self.assertLess(relative_error(got, torch.cat(want)), 1e-5)
-        self.assertLess(relative_error(result["aux_loss"], padded.aux_loss), 1e-5)
-        self.assertLess(relative_error(result["loss"], padded.loss), 1e-5)

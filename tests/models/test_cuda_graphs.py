@@ -228,16 +228,6 @@ class CudaGraphsTest(unittest.TestCase):
             self.assert_same_step(*models_of(), row_of([20, 30]))
         self.assertIn("saved-tensor hook is active", self.warnings[0])
 
-    def test_logits_of_earlier_rows_stay(self):
-        graphed, plain = models_of()
-        rows = [row_of([20, 30], seed) for seed in (1, 2)]
-        outputs = []
-        for row in rows:
-            outputs.append(graphed(**row))
-            outputs[-1].loss.backward()
-        for row, output in zip(rows, outputs, strict=True):
-            torch.testing.assert_close(output.logits, plain(**row).logits)
-
     def test_nothing_is_left_of_earlier_rows(self):
         graphed, plain = models_of()
         embeddings = torch.full((1, 100, 32), torch.nan, requires_grad=True)
@@ -254,18 +244,6 @@ class CudaGraphsTest(unittest.TestCase):
         graphed(**row_of([20, 30]))
         self.assertEqual(RunsAgain.replayed, 2)
         torch.testing.assert_close(first, before, rtol=0, atol=0)
-
-    def test_trains(self):
-        graphed, plain = models_of()
-        for model in (graphed, plain):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for seed in range(3):
-                optimizer.zero_grad()
-                model(**row_of([20, 30], seed)).loss.backward()
-                optimizer.step()
-        for a, b in zip(graphed.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(a, b)
-        self.assertEqual(RunsAgain.made, 2)
 
     def test_lora(self):
         wrapped = []

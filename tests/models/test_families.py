@@ -98,8 +98,9 @@ class IsolationTest(unittest.TestCase):
         self.assertEqual(set(after), set(before) | extra | {"max_length_q", "max_length_k"})
         self.assertEqual({name: after[name] for name in before}, dict(before))
         self.assertEqual([n for n in after if n in before], list(before))
-        report = audit_model(model, lengths=LENGTHS[:3], inputs=("position_ids",))
-        self.assertTrue(report.ok, report.table())
+        if family in MIXERS or family in SOME:
+            report = audit_model(model, lengths=LENGTHS[:3], inputs=("position_ids",))
+            self.assertTrue(report.ok, report.table())
         batch = packed_batch(rows)
         output = model(**{**batch, "labels": batch["input_ids"]})
         self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)

@@ -214,18 +214,6 @@ class AdapterStatesTest(TorchFormsTestCase):
             model.set_adapter("first")
         self.check_states(builtin, ours, lambda model: model.set_adapter(["first", "second"]))
 
-    def test_an_adapter_from_a_folder(self):
-        saved, _ = self.models({})
-        with tempfile.TemporaryDirectory() as folder:
-            saved.save_pretrained(folder)
-            builtin, ours = self.models({"r": 3})
-            self.check_states(
-                builtin,
-                ours,
-                lambda model: (model.load_adapter(folder, "loaded"), model.set_adapter("loaded")),
-                lambda model: model.base_model.set_adapter(["default", "loaded"]),
-            )
-
     def test_a_scale_that_is_a_tensor(self):
         """PEFT's preparation for adapters that are swapped while a compiled model runs, and another adapter."""
         builtin, ours = self.models({})

@@ -132,9 +132,6 @@ class RegisterTest(unittest.TestCase):
         for model in (ours, builtin, ours):
             output = model(input_ids, output_hidden_states=True)
             self.assertEqual(len(output.hidden_states), 3)
-        self.assertTrue(
-            all(type(m).__module__.startswith("transformers") for m in builtin.modules() if "Qwen" in str(type(m)))
-        )
         self.assertFalse(any(type(m).__module__.startswith("transformers_packed") for m in builtin.modules()))
         with self.assertRaisesRegex(*STOCK_REFUSAL):
             builtin(**packed_batch([input_ids[0], input_ids[0]]))

@@ -3,7 +3,6 @@ import unittest
 from mixins.model import PackedModelTesterMixin
 from mixins.padding import PackedPaddingTesterMixin
 from mixins.shared_code import SharedModelTesterMixin
-from mixins.shared_padding import SharedPaddingTesterMixin
 from mixins.vision import TEXT, TINY, PackedVisionTesterMixin, vision_config
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
@@ -17,7 +16,6 @@ def tiny_config(**kwargs) -> Qwen3_5TextConfig:
 
 
 class Qwen3_5ModelTest(
-    SharedPaddingTesterMixin,
     SharedModelTesterMixin,
     PackedPaddingTesterMixin,
     PackedModelTesterMixin,
