@@ -26,6 +26,10 @@ if HAS_BITSANDBYTES:
 
 @unittest.skipUnless(HAS_BITSANDBYTES, "needs bitsandbytes")
 class TensorTest(unittest.TestCase):
+    def setUp(self):
+        # bitsandbytes would compile its code for odd sizes.
+        self.enterContext(torch.compiler.set_stance("force_eager"))
+
     def weights(self, shape=(5, 16, 24), double=True, dtype=torch.bfloat16):
         set_seed(0)
         return ExpertsIn4bit.of(torch.randn(shape).to(dtype), double=double)
