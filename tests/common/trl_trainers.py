@@ -15,7 +15,7 @@ from transformers_packed import registered
 
 HAS_TRL = _is_package_available("trl")[0] and is_datasets_available() and is_peft_available()
 SGD = {
-    "max_steps": 3,
+    "max_steps": 2,
     "optim": "sgd",
     "learning_rate": 0.3,
     "lr_scheduler_type": "constant",

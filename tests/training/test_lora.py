@@ -136,7 +136,7 @@ class TorchFormsTest(TrainingTests, TorchFormsTestCase):
 
 
 class KernelsTest(TrainingTests, LoraTestCase, InterpretedKernelsTest):
-    pass
+    """The masks of dropout, drawn again for backward by the interpreted kernels."""
 
 
 class SavedAdaptersTest(TorchFormsTestCase):

@@ -86,7 +86,7 @@ class PreferenceTestCase(TRLTestCase):
             build_model("padded", vocab_size).save_pretrained(folder)
         return folder
 
-    def trainer(self, kind, *, lora=False, reference=False, steps=3, rollout_func=None, **arguments):
+    def trainer(self, kind, *, lora=False, reference=False, steps=2, rollout_func=None, **arguments):
         tokenizer = make_tokenizer()
         model = build_model("padded", len(tokenizer))
         if reference:

@@ -214,17 +214,6 @@ class StateTest(KernelsTestCase):
             self.assertIsNone(module.start_compiling(tiny_config("llama"), torch.device("cpu"), torch.bfloat16))
         self.assertEqual(calls, [])
 
-    def test_a_bar_while_threads_compile(self):
-        """They replace the output of errors by a pipe."""
-        for shown, progress, hidden in ((True, True, False), (False, True, None), (True, False, True)):
-            with (
-                mock.patch.object(module.tilelang_output, "errors_are_shown", lambda: shown),  # noqa: B023
-                mock.patch.object(module, "tqdm", side_effect=KeyError) as bar,
-                self.assertRaises(KeyError),
-            ):
-                warm_up(small(), 24, progress=progress)
-            self.assertEqual(bar.call_args.kwargs["disable"], hidden)
-
     @parameterized.expand([("vision",), ("mamba2",), ("bloom",), ("classifier",)])
     def test_other_models(self, kind):
         with quiet(), contextlib.redirect_stderr(io.StringIO()):
