@@ -185,8 +185,8 @@ class PlantedFaultsTest(unittest.TestCase):
     def test_boundary_off_by_one(self, _, by):
         model = qwen3_5()
         plant_in_op(model.model.layers[0].linear_attn, "causal_conv1d_qkv", "gated_delta_rule", replace=shifted(by))
-        # The state of a short document hardly differs from that of a shifted one.
-        self.assertFinds(model, "model.layers.0.linear_attn", "boundary", lengths=[65, 1, 200, 3, 63])
+        # Of a short document before another one, the state is all that reaches it.
+        self.assertFinds(model, "model.layers.0.linear_attn", "boundary", lengths=[65, 9, 70, 33, 64])
 
     def test_boundary_off_by_one_in_attention(self):
         model = qwen3_5()
