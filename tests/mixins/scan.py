@@ -13,7 +13,8 @@ from transformers_packed.ops.backends.triton import ssd as chunks
 from transformers_packed.shared_prompts import SharedPrompts
 
 
-LENGTHS = (3, 1, 16, 18)
+# The last document has three chunks: a state passes through the one in the middle.
+LENGTHS = (3, 1, 16, 33)
 
 
 def with_gradients(function, inputs, upstream):

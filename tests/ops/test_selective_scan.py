@@ -126,8 +126,8 @@ class InterpretedTest(ScanTesterMixin, InterpretedKernelsTest):
     # What is tested with other sizes does not depend on the dtype.
     @parameterized.expand([(SIZES[0],), (SIZES[2],)])
     def test_against_the_formula(self, sizes):
-        inputs = make_inputs(18, *sizes)
-        actual, expected = against_documents_alone(call, token_by_token, (1, 17), inputs, "triton")
+        inputs = make_inputs(34, *sizes)
+        actual, expected = against_documents_alone(call, token_by_token, (1, 33), inputs, "triton")
         self.assertLess(max(errors(actual, expected)), BARS[FLOAT32], errors(actual, expected))
 
     def test_states_that_forget_at_once_and_states_that_never_do(self):
