@@ -305,7 +305,7 @@ class IterablePackingDatasetTest(unittest.TestCase):
 
 @unittest.skipUnless(importlib.util.find_spec("torchdata"), "needs torchdata")
 class StatefulDataLoaderTest(unittest.TestCase):
-    @parameterized.expand([("hf_stream", 2), ("iterable", 0)])
+    @parameterized.expand([("list", 2), ("hf_stream", 2)])
     def test_resumes_twice_within_a_pass_and_after_it(self, source, workers):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
