@@ -175,6 +175,26 @@ class SequenceBoundariesTest(unittest.TestCase):
             self.assertEqual(boundaries.cu_seqlens.device.type, "meta")
             self.assertEqual(boundaries.lengths, [2, 3])
 
+    def test_parents_beside_boundaries_are_compared_or_refused(self):
+        row, tokens = SequenceBoundaries.from_lengths([3, 2, 1]), torch.zeros(1, 6, dtype=torch.long)
+
+        def resolved(boundaries, parent_of):
+            return resolve_boundaries({"boundaries": boundaries, "parent_of": parent_of, "input_ids": tokens})
+
+        shared = SharedPrompts.of(row, [-1, 0, 0])
+        for given in (row, shared):
+            self.assertEqual(resolved(given, [-1, 0, 0]).parent_of, (-1, 0, 0))
+        with self.assertRaisesRegex(ValueError, r"parent_of as in boundaries: \[-1, 0, 0\], got \[-1, 0, 1\]"):
+            resolved(shared, [-1, 0, 1])
+        part = type("Part", (SequenceBoundaries,), {"kind": "a part"})(row.cu_seqlens, row.cu_seqlens_cpu)
+        with self.assertRaisesRegex(ValueError, "a part"):
+            resolved(part, [-1, 0, 0])
+
+    def test_a_class_of_rows_says_its_kind(self):
+        with self.assertRaisesRegex(TypeError, "the kind of row that Other stands for"):
+            type("Other", (SequenceBoundaries,), {})
+        self.assertIsNot(type("Own", (SequenceBoundaries,), {"kind": "own"}).forms, SequenceBoundaries.forms)
+
     def test_derived_values_never_read_the_device(self):
         # A meta tensor has no contents, so any read of values fails, including a host sync.
         on_device = SequenceBoundaries.from_lengths([2, 70, 3], device="meta")

@@ -112,8 +112,16 @@ class SequenceBoundaries:
     # What rows of this class are, and what to do where only whole rows of separate documents are supported.
     kind: ClassVar[str] = WHOLE
     instead: ClassVar[str] = ""
-    # The functions that compute ops on other kinds of rows, by the name of the op (`ops.dispatch.for_rows`).
+    # The functions that compute ops on rows of this class, by the name of the op (`ops.dispatch.for_rows`).
     forms: ClassVar[dict[str, Callable[..., Any]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        # Ops would compute the rows of a class that says nothing as whole ones, and mix their documents.
+        if "kind" not in vars(cls):
+            raise TypeError(
+                f"expected the kind of row that {cls.__name__} stands for, got none. Set its attribute kind."
+            )
+        cls.forms = {}
 
     def __post_init__(self):
         # torch.compile cannot make one, and boundaries in its graphs need none.

@@ -1,10 +1,11 @@
 """The boundaries of a row whose document lengths are on the GPU alone, in a CUDA graph."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from .boundaries import SequenceBoundaries
+from .boundaries import WHOLE, SequenceBoundaries
 from .errors import unsupported
 
 
@@ -21,6 +22,7 @@ class DeviceBoundaries(SequenceBoundaries):
     """
 
     advice: str = ""
+    kind: ClassVar[str] = WHOLE
 
     @property
     def cu_seqlens_cpu(self) -> torch.Tensor:

@@ -54,7 +54,6 @@ class SharedPrompts(SequenceBoundaries):
     parent_of: tuple[int, ...] = ()
     kind: ClassVar[str] = "a row with shared prompts"
     instead: ClassVar[str] = "Train without shared prompts (parent_of)."
-    forms: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     @classmethod
     def of(cls, boundaries: SequenceBoundaries, parent_of: Sequence[int] | torch.Tensor) -> "SharedPrompts":

@@ -4,6 +4,7 @@
 """
 
 import unittest
+from importlib.util import find_spec
 from unittest import mock
 
 import pytest
@@ -36,6 +37,7 @@ def whole(weights: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.gpu
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
 class CudaQuantizedExpertsTest(unittest.TestCase):
     def setUp(self):
         torch.manual_seed(0)

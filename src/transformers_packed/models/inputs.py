@@ -121,6 +121,7 @@ def _described(given, metadata: dict, parent_of, inputs: dict[str, Any], tokens)
             _check_one_row("boundaries", tokens)
             check_total(given.total_length, tokens.shape[1], "Change the batch's `boundaries` with its tokens.")
             _check_agrees(given, metadata)
+            _check_parents(given, parent_of)
             if metadata and not isinstance(given, SharedPrompts):
                 _check_positions(given, inputs, tokens)
         return given if given.padding_tokens else given.with_padding(metadata.get("padding_tokens"))
@@ -261,6 +262,17 @@ def _check_agrees(boundaries: SequenceBoundaries, metadata: dict[str, Any]) -> N
         if (documents := described[name].numel() - 1) != boundaries.num_documents:
             expected = f"{name} with the {boundaries.num_documents} documents of boundaries"
             raise input_error(expected, f"{documents} documents", "Leave one of them out.")
+
+
+def _check_parents(boundaries: SequenceBoundaries, parent_of: Any) -> None:
+    """Raise a `ValueError` if `parent_of` beside the boundaries says what they do not."""
+    if parent_of is None or type(boundaries) is SequenceBoundaries:
+        return
+    if not isinstance(boundaries, SharedPrompts):
+        boundaries.check_kind("parent_of beside boundaries")
+    elif (other := SharedPrompts.of(boundaries, parent_of).parent_of) != boundaries.parent_of:
+        expected = f"parent_of as in boundaries: {list(boundaries.parent_of)}"
+        raise input_error(expected, list(other), "Leave one of them out.")
 
 
 def named_arguments(names: list[str], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

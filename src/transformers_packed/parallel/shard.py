@@ -1,6 +1,5 @@
 """One rank's part of a packed row: a contiguous run of its tokens, with the boundaries of the whole row."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Self
@@ -47,7 +46,6 @@ class RowShard(SequenceBoundaries):
     size: int = 1
     kind: ClassVar[str] = PART
     instead: ClassVar[str] = "Train without sequence parallelism."
-    forms: ClassVar[dict[str, Callable[..., Any]]] = {}
     parallel: SequenceParallel | None = None
     vision: dict[str, VisionShard] = field(default_factory=dict)
     checksum: int = 0

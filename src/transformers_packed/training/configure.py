@@ -35,12 +35,12 @@ def configure_packing(
 
     Call this function after building a Trainer and before `trainer.train()`. It prints one line with the active mode,
     or with the reason why packing is off. Before the first step, a few documents of the dataset, or of a stream's first
-    batch, are verified against a padded batch, and a second line has the figures. Afterwards, `trainer.args.packing` and `trainer.args.padding_free` hold the
-    active mode, and the log has packing metrics ([`PackingMetricsCallback`]). Models that the Trainer's `model_init`
-    creates later are patched as well. Trainer no longer waits for the GPU in each step: batches are copied with
-    `non_blocking=True`, and losses that are not finite are left out of the log on the GPU. DDP keeps the gradients in its
-    buckets, of 100 MB unless `ddp_bucket_cap_mb` is set. It does not search for parameters without a gradient in language
-    models of Qwen3-Next and Qwen3.5/3.6/3.8 with at most one adapter and without a loss of the user, unless
+    batch, are verified against a padded batch, and a second line has the figures. Afterwards, `trainer.args.packing` and
+    `trainer.args.padding_free` hold the active mode, and the log has packing metrics ([`PackingMetricsCallback`]). Models
+    that the Trainer's `model_init` creates later are patched as well. Trainer no longer waits for the GPU in each step:
+    batches are copied with `non_blocking=True`, and losses that are not finite are left out of the log on the GPU. DDP keeps
+    the gradients in its buckets, of 100 MB unless `ddp_bucket_cap_mb` is set. It does not search for parameters without a
+    gradient in language models with classes of their own here, at most one adapter and no loss of the user, unless
     `ddp_find_unused_parameters` is set. A step that leaves one out is then an error.
 
     * `"padding_free"`: concatenates the samples of a batch into one packed row. Batches, steps and learning rate are

@@ -13,8 +13,8 @@ from .facts import LOSS_FUNCTION, replaced_in
 from .typed import Trainer
 
 
-# Collators that pad labels as well as tokens.
 _READ = {"prediction_step", "evaluate", "evaluation_loop", "predict", "compute_loss", LOSS_FUNCTION}
+# Collators that pad labels as well as tokens.
 _PAD_LABELS = ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling")
 
 

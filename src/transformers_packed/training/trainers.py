@@ -67,5 +67,6 @@ ONLY_PAD = _SFT.names
 
 
 def record_of(trainer: Trainer) -> TrainerRecord:
-    names = {cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")}
-    return next((record for record in RECORDS if names & {*record.names}), _RULE)
+    """Return the record of the first of its classes that has one, so that of a derived class comes before its bases'."""
+    names = (cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl."))
+    return next((record for name in names for record in RECORDS if name in record.names), _RULE)
