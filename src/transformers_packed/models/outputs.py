@@ -214,7 +214,8 @@ class _LogitsOnDemand(OutputBase):
     """Mixin for outputs that compute `logits` on first access by name, and in no other way.
 
     `outputs.logits`, `outputs["logits"]` and `outputs.get("logits")` compute them. Before that, `in`, `keys`, `items` and
-    iteration leave them out, because libraries walk all outputs of a model. A copy of the output that was made before that access cannot compute them and raises an `AttributeError`.
+    iteration leave them out, because libraries walk all outputs of a model. A copy of the output that was made before that
+    access cannot compute them and raises an `AttributeError`.
     """
 
     make_logits: Callable[[], torch.Tensor] | None = None

@@ -1,6 +1,7 @@
 """The private parts of Transformers, TRL, PEFT and accelerate: what must be there, and the only code that names them.
 
-`tests/models/test_releases.py` lists what may be missing. No other module looks for a private or a missing name. `versions.py` has adapters to releases of Transformers.
+`tests/models/test_releases.py` lists what may be missing. No other module looks for a private or a missing name.
+`versions.py` has adapters to releases of Transformers.
 """
 
 import copy

@@ -103,6 +103,7 @@ def _setup(
     `line` and `end` are what the user reads before and after these, and `more` are other arguments of [`Setup`].
     """
     trainer, args, handler, ours = facts.trainer, facts.trainer.args, facts.trainer.callback_handler, facts.added
+    changes = [*changes]
     if facts.options.float8:
         prepare = [*prepare, patch_model, use_float8]
         line += "; linear layers train in float8"
@@ -195,12 +196,9 @@ def _of_rows(facts: Facts) -> Setup:
     ddp, checks = _of_ddp(facts)
     changes += Change.of(trainer, training_step=ahead) + ddp + _of_data(facts, dataset, packed)
     callbacks = [*_callbacks(facts, dataset, packed), ahead, DocumentNoise(), WeightsCallback(), *checks]
-    mode, line, padded = (
-        "pack" if packed else "padding_free",
-        _line(facts, dataset, packed),
-        padded_batches_of(trainer),
-    )
-    return _setup(facts, mode, line, prepare, changes, callbacks, end=end, padded=padded, parallel=parallel)
+    mode, line = "pack" if packed else "padding_free", _line(facts, dataset, packed)
+    more = {"padded": padded_batches_of(trainer), "parallel": parallel}
+    return _setup(facts, mode, line, prepare, changes, callbacks, end=end, **more)
 
 
 def _of_sharing(trainer: Trainer, collator: DataCollatorWithFlattening, size: int) -> list[Change]:

@@ -79,7 +79,7 @@ class OlmoHybridGatedDeltaNet(builtin.OlmoHybridGatedDeltaNet):
             fix = "Exclude conv1d from the adapted or replaced modules."
             raise input_error("conv1d as a torch.nn.Conv1d, whose weight is read directly", got, fix)
         kwargs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, length)
+        boundaries = SequenceBoundaries.from_kwargs(kwargs, length)
         hidden_states = builtin.apply_mask_to_padding_states(hidden_states, attention_mask)
         mixed_qkv, z, g, beta = self.project(hidden_states)
 

@@ -105,7 +105,7 @@ class Qwen4ExpTextGatedDeltaNet(builtin.Qwen4ExpTextGatedDeltaNet):
             fix = "Exclude conv1d from the adapted or replaced modules."
             raise input_error("conv1d as a torch.nn.Conv1d, whose weight is read directly", got, fix)
         kwargs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-        boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, length)
+        boundaries = SequenceBoundaries.from_kwargs(kwargs, length)
         hidden_states = builtin.apply_mask_to_padding_states(hidden_states, attention_mask)
         mixed_qkv, z, g, beta = self.project(hidden_states)
 
@@ -405,7 +405,7 @@ class Qwen4ExpTextDecoderLayer(builtin.Qwen4ExpTextDecoderLayer):
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
         if self.ple is not None:
-            boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+            boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
             # The stock layer passes what it gets as the cache to the two parts that read earlier tokens.
             earlier: Any = cache if boundaries is None else boundaries
             hidden_states = hidden_states + self.ple(hidden_states, ple_input_ids, earlier, conv_mask=conv_mask)

@@ -254,7 +254,7 @@ class Qwen4ExpTextDecoderLayer(builtin.Qwen4ExpTextDecoderLayer):
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
         if self.ple is not None:
-            boundaries = kwargs.get("boundaries") or SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
+            boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
             # The stock layer passes what it gets as the cache to the two parts that read earlier tokens.
             earlier: Any = cache if boundaries is None else boundaries
             hidden_states = hidden_states + self.ple(hidden_states, ple_input_ids, earlier, conv_mask=conv_mask)
