@@ -23,13 +23,9 @@ from transformers_packed.models.generic import auto_entries
 # Family, whether the checkpoint is composite, and whether each expert has separate tensors.
 STORED = [
     ("qwen3_next", False, True),
-    ("qwen3_next", False, False),
-    ("qwen3_5", False, False),
     ("qwen3_5", True, False),
-    ("qwen3_5_moe", False, True),
     ("qwen3_5_moe", False, False),
     ("qwen3_5_moe", True, True),
-    ("qwen3_5_moe", True, False),
 ]
 FEATURE = document(40, 3, images=((1, 4, 4),), videos=((2, 4, 4),))
 HEADS = {"AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel"}

@@ -189,7 +189,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertEqual(set(found), set(expected))
         self.assertLess(total_relative_error(found, expected), 1e-6)
 
-    @parameterized.expand([(name,) for name in MODELS])
+    @parameterized.expand(["qwen3_5", "qwen3_5_moe"])
     def test_computes_what_the_layers_do(self, name):
         graphed, plain = models_of(name)
         rows = [row_of(lengths) for lengths in ROWS.values()][:: 1 if name == "qwen3_5" else 2]
@@ -279,13 +279,13 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertEqual(RunsAgain.made, 0)
         self.assertEqual(self.warnings, [])
 
-    @parameterized.expand([("qwen3_5", 1), ("qwen3_5", 2), ("qwen3_5_moe", 1)])
+    @parameterized.expand([("qwen3_5", 1), ("qwen3_5_moe", 2)])
     def test_checkpointing(self, name, step):
         """The backward computes the layers again, and the graphs save nothing else of them."""
         graphed, plain = models_of(name)
         enable_checkpointing(graphed, step)
         calls = count_calls(graphed)
-        rows = [row_of(ROWS[lengths]) for lengths in ("several", "full", "seven")]
+        rows = [row_of(ROWS[lengths]) for lengths in ("several", "seven")]
         for row in rows:
             self.assert_same_step(graphed, plain, row)
         self.assertEqual((RunsAgain.made, RunsAgain.replayed, self.warnings), (4, 2 * len(rows), []))
@@ -385,7 +385,7 @@ class CudaGraphsTest(unittest.TestCase):
 
     def test_trainer(self):
         """With and without graphs, an epoch of packed rows gives the same model."""
-        samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 40)]
+        samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 30)]
         trained = []
         for wanted in (True, False):
             set_seed(0)

@@ -98,7 +98,7 @@ class IsolationTest(unittest.TestCase):
         self.assertEqual(set(after), set(before) | extra | {"max_length_q", "max_length_k"})
         self.assertEqual({name: after[name] for name in before}, dict(before))
         self.assertEqual([n for n in after if n in before], list(before))
-        if family in MIXERS or family in SOME:
+        if family in SOME:
             report = audit_model(model, lengths=LENGTHS[:3], inputs=("position_ids",))
             self.assertTrue(report.ok, report.table())
         batch = packed_batch(rows)
@@ -111,7 +111,7 @@ class IsolationTest(unittest.TestCase):
         # The stock model leaks, so this test can fail.
         self.assertGreater(relative_error(stock, output.logits), 1e-3)
 
-    @parameterized.expand(SOME)
+    @parameterized.expand(SOME[::2])
     def test_sources_of_boundaries(self, family):
         model = patch_model(tiny_model(family))
         batch = packed_batch(documents(), "position_ids")
@@ -171,7 +171,7 @@ class IsolationTest(unittest.TestCase):
                 outputs.append(change(model)(row[None], attention_mask=mask).logits)
         self.assertTrue(torch.equal(*outputs))
 
-    @parameterized.expand(SOME)
+    @parameterized.expand(SOME[1::2])
     def test_other_input_is_the_builtins_and_unpatching_restores_it(self, family):
         model, rows = tiny_model(family).eval(), documents(SHORT)
         inputs = [{"input_ids": torch.stack([rows[2], rows[2].flip(0)])}, {"input_ids": rows[0][None]}]
@@ -201,7 +201,7 @@ class IsolationTest(unittest.TestCase):
         for got, want in zip(run(), outputs, strict=True):
             self.assertTrue(torch.equal(got, want))
 
-    @parameterized.expand([(family, number % 2 > 0) for number, family in enumerate(SOME)])
+    @parameterized.expand([(family, number % 2 > 0) for number, family in enumerate(SOME[::2])])
     def test_gradient_checkpointing_of_two_rows(self, family, use_reentrant):
         """Both forwards run before the first backward, which has to use the boundaries of its own row."""
         model = patch_model(tiny_model(family))
@@ -222,7 +222,7 @@ class IsolationTest(unittest.TestCase):
             self.assertLess(total_relative_error(got, want), 1e-6)
         self.assertEqual([vars(module).get("_gradient_checkpointing_func") for module in model.modules()], checkpoints)
 
-    @parameterized.expand([family for family in SOME if family != "glm5_next"][::2])
+    @parameterized.expand([family for family in SOME if family in ("bamba", "lfm2", "rwkv", "gpt_oss")])
     def test_registered_checkpoints_go_both_ways(self, family):
         builtin = tiny_model(family).eval()
         with tempfile.TemporaryDirectory() as directory, torch.no_grad():

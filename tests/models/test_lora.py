@@ -37,7 +37,7 @@ from transformers_packed.models import projections
 class AllLinearTest(TorchFormsTestCase):
     """Adapters on all linear layers that PEFT picks."""
 
-    @parameterized.expand(BUILTINS)
+    @parameterized.expand([name for name in BUILTINS if name != "qwen3_5_vision"])
     def test_packed_is_alone(self, name):
         builtin = all_linear(name)
         ours = patch_model(copy.deepcopy(builtin))
@@ -69,14 +69,11 @@ class AllLinearInKernelsTest(LoraTestCase, InterpretedKernelsTest):
 
 # Options of LoRA whose layers the fused ops compute.
 FUSED = {
-    "patterns": {"rank_pattern": {"q_proj": 2, "down_proj": 6}, "alpha_pattern": {"k_proj": 3, "out_proj": 1}},
-    "rank_one": {"r": 1},
+    "patterns": {"rank_pattern": {"q_proj": 1, "down_proj": 6}, "alpha_pattern": {"k_proj": 3, "out_proj": 1}},
     "rank_stabilized": {"use_rslora": True},
-    "bias_of_lora": {"lora_bias": True},
-    "all_biases": {"bias": "all"},
+    "biases": {"lora_bias": True, "bias": "all"},
     "expression": {"target_modules": r".*(q_proj|up_proj|out_proj)"},
-    "head": {"modules_to_save": ["lm_head"]},
-    "norms": {"modules_to_save": ["q_norm", "k_norm"]},
+    "head_and_norms": {"modules_to_save": ["lm_head", "q_norm", "k_norm"]},
     "module_beside": {"target_modules": ["q_proj", "gate_proj"], "modules_to_save": ["v_proj", "up_proj", "o_proj"]},
     "tokens": {"trainable_token_indices": [3, 40]},
     "pissa": {"init_lora_weights": "pissa"},

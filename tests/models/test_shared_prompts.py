@@ -64,8 +64,8 @@ class TransformsTest(unittest.TestCase):
 @st.composite
 def trees(draw):
     """Lengths and parents of the documents of a row, up to two chunks long."""
-    parents = [-1, 0, *(draw(st.integers(-1, document - 1)) for document in range(2, draw(st.integers(2, 9))))]
-    lengths = draw(st.lists(st.one_of(st.integers(1, 5), st.integers(1, 90)), min_size=9, max_size=9))
+    parents = [-1, 0, *(draw(st.integers(-1, document - 1)) for document in range(2, draw(st.integers(2, 7))))]
+    lengths = draw(st.lists(st.one_of(st.integers(1, 5), st.integers(1, 70)), min_size=7, max_size=7))
     return lengths[: len(parents)], parents
 
 
@@ -81,7 +81,7 @@ class TreesTest(unittest.TestCase):
 
     @parameterized.expand([*BARS])
     @given(tree=trees(), seed=st.integers(0, 1000))
-    @settings(deadline=None, max_examples=5)
+    @settings(deadline=None, max_examples=4)
     def test_any_tree(self, family, tree, seed):
         self.compare(self.models[family], *tree, seed, self.BARS[family])
 

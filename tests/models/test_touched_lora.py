@@ -43,12 +43,17 @@ class Stretched(torch.nn.Module):
 class TouchedPartsTest(TorchFormsTestCase):
     bar = 3 * BAR
 
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        config = lora(target_modules="all-linear", lora_bias=True)
+        cls.built = randomized(get_peft_model(biased_model(), config), 0.05)
+        cls.plain = cls("result").result(cls.built, DOCUMENTS, False)
+
     def setUp(self):
         super().setUp()
-        config = lora(target_modules="all-linear", lora_bias=True)
-        self.builtin = randomized(get_peft_model(biased_model(), config), 0.05)
-        self.ours = patch_model(copy.deepcopy(self.builtin))
-        self.plain = self.check_equal(self.builtin, self.ours, DOCUMENTS)[2]
+        self.builtin = copy.deepcopy(self.built)
+        self.ours = patch_model(copy.deepcopy(self.built))
 
     def check_touched(self, part: str, touch, effect=True):
         """`touch(module)` returns a function that undoes it, and makes the layers run PEFT's own forward."""

@@ -1,7 +1,7 @@
 """Hooks, wrappers, replacements, parametrizations and sharding have the same effect as on the stock model.
 
-Each test covers every submodule of a model of each family, text and vision: one by one for the first family, every
-fourth at once for the others. The models also select the fused ops that are useful only on a GPU, in their torch forms.
+Each test covers every submodule of a model of each family, text and vision: two or three at once for the first family,
+half of them for the others. The models also select the fused ops that are useful only on a GPU, in their torch forms.
 """
 
 import copy
@@ -95,18 +95,22 @@ class TouchedModulesTest(unittest.TestCase):
         batch = alone_batch(feature)
         return builtin, patch_model(copy.deepcopy(builtin)), {**batch, "labels": batch["input_ids"]}
 
-    def groups(self, name: str) -> list[list[str]]:
-        """The submodules, each group to be touched at once."""
+    def paths(self, name: str) -> list[str]:
+        """The submodules to be touched."""
         containers = (torch.nn.ModuleList, PreTrainedModel)
         model = builtin_model(*MODELS[name])
         # The layers of the vision tower are stock layers, and all alike. Short documents need no indexer.
         left_out = ("visual.blocks.1", "indexer")
-        paths = [
+        return [
             path
             for path, module in model.named_modules()
             if not isinstance(module, containers) and not any(part in path for part in left_out)
         ]
-        return [[path] for path in paths] if name == "qwen3_5" else [paths[start::4] for start in range(4)]
+
+    def groups(self, name: str) -> list[list[str]]:
+        """The submodules, each group to be touched at once."""
+        paths, number = self.paths(name), 17 if name == "qwen3_5" else 2
+        return [paths[start::number] for start in range(number)]
 
     def check_touched(self, name: str, touch, has_effect=lambda path: True):
         """`touch(model, path)` returns a function that undoes it, or None if the submodule has no such part."""
@@ -209,7 +213,7 @@ class TouchedModulesTest(unittest.TestCase):
     def test_a_compiled_call(self):
         _, ours, batch = self.models("qwen3_5")
         plain = self.run_once(ours, batch, packed=True)[0]
-        for (path,) in self.groups("qwen3_5"):
+        for path in self.paths("qwen3_5"):
             if path.endswith(("norm", "proj", "act_fn", "lm_head")):
                 module, calls = ours.get_submodule(path), []
                 module._compiled_call_impl = lambda *args, m=module, c=calls: c.append(1) or m.forward(*args)
@@ -323,7 +327,7 @@ class TouchedModulesTest(unittest.TestCase):
         # A layer uses the parameters of its convolution, so it has to gather them itself.
         paths = [
             path
-            for (path,) in self.groups("qwen3_5")
+            for path in self.paths("qwen3_5")
             if not path.endswith("conv1d") and list(builtin.get_submodule(path).parameters(recurse=False))
         ]
         for start in range(4):

@@ -62,7 +62,7 @@ class FusedTest(InterpretedTest):
     @parameterized.expand(
         named(
             [(*case, SEVERAL_TILES.get(case[0].name, 130), FLOAT32) for case in SMALL]
-            + [(*case, min(SEVERAL_TILES.get(case[0].name, 65), 65), BFLOAT16) for case in ONE_SIZE]
+            + [(*case, min(SEVERAL_TILES.get(case[0].name, 65), 65), BFLOAT16) for case in ONCE]
         )
     )
     def test_against_the_reference_in_float64(self, _, case, size, tokens, dtype):

@@ -266,7 +266,7 @@ ROUTINGS = {
 CASES = [("reference", FLOAT64, name) for name in ROUTINGS]
 CASES += [("reference", dtype, "on_another_device") for dtype in (FLOAT32, BFLOAT16)]
 # For the kernels, these differ from others in numbers of rows alone.
-ALIKE = ("many_experts", "top_k_of_all", "all_tokens_to_one_expert", "on_another_device")
+ALIKE = ("random", "many_experts", "top_k_of_all", "all_tokens_to_one_expert", "on_another_device")
 CASES += [("triton", BFLOAT16, x) for x in ROUTINGS if x not in ALIKE]
 # The interpreter takes as long for an expert with few tokens as for one with many.
 FEW = (choices(9, 2, 2), 2)
@@ -517,7 +517,7 @@ class IsolationTest(Assertions, InterpretedKernelsTest):
 
     def test_triton(self):
         document = Case(choices(7, 3, 3, 7), 3, dtype=BFLOAT16, x_dtype=FLOAT32, seed=7)
-        self.assertEqual(leaks(document, "triton", (11, 30), 7, around=AROUND[1:2]), [])
+        self.assertEqual(leaks(document, "triton", (3, 11), 7, around=AROUND[1:2]), [])
 
 
 MATRICES = ("gate_up_down", "gate_up_up", "down_down", "down_up")
@@ -558,7 +558,7 @@ class AdapterTest(AdaptersTestCase):
     @parameterized.expand(
         each(
             [("reference", FLOAT64, *ranks) for ranks in ((16, 33), (3, 0), (0, 1))]
-            + [("triton", BFLOAT16, *ranks) for ranks in ((16, 33), (3, 0), (0, 1))]
+            + [("triton", BFLOAT16, *ranks) for ranks in ((16, 33), (0, 1))]
             + [("reference", FLOAT32, 4, 4)]
         )
     )
@@ -581,12 +581,12 @@ class AdapterTest(AdaptersTestCase):
             found = self.run_op(case, impl, matrices, trained)
             self.assert_same_bits(found, [every["y"], *(every[name] for name in trained)], trained)
 
-    @parameterized.expand(IMPLEMENTATIONS)
-    def test_isolation(self, impl):
+    def test_isolation(self):
         document = Case(choices(7, 2, 2), 2, dtype=BFLOAT16, x_dtype=FLOAT32)
         matrices = self.matrices(document, (4, 8), FLOAT32)
         adapters = {"gate_up_adapter": Adapter(*matrices[:2], 0.5), "down_adapter": Adapter(*matrices[2:], 3.0)}
-        found = leaks(document, lambda *args: experts(*args, **adapters, impl=impl), (11, 30), 1, around=AROUND[:1])
+        function = lambda *args: experts(*args, **adapters, impl="triton")  # noqa: E731
+        found = leaks(document, function, (2, 9), 1, around=AROUND[:1])
         self.assertEqual(found, [])
 
     def test_from_unwritten_buffers(self):

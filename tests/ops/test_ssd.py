@@ -105,7 +105,7 @@ class ReferenceTest(ScanReferenceTesterMixin, unittest.TestCase):
 
 class InterpretedTest(ScanTesterMixin, InterpretedKernelsTest):
     call, make_inputs = staticmethod(call), staticmethod(make_inputs)
-    sizes, buffer_sizes = SIZES[0], SIZES[1:2]
+    sizes, buffer_sizes = SIZES[0], SIZES[1]
 
     @parameterized.expand(
         [(sizes, (0.0, math.inf), FLOAT32) for sizes in SIZES[1:]]

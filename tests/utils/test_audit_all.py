@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import transformers
-from parameterized import parameterized
 
 from transformers_packed.models import families
 from transformers_packed.models.families import families_of
@@ -140,10 +139,9 @@ class SupportMatrixTest(unittest.TestCase):
         self.of_this_version()
         self.assertEqual(sorted(self.matrix["types"]), sorted(causal_types()), "run make support-matrix")
 
-    @parameterized.expand(["llama", "lfm2", "bert"])
-    def test_audited_again(self, name):
+    def test_audited_again(self):
         self.of_this_version()
-        self.check(name, audit_type(name))
+        self.check("llama", audit_type("llama"))
 
     @pytest.mark.slow
     def test_all_audited_again(self):

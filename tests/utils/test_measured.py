@@ -53,16 +53,15 @@ class MeasuredPagesTest(unittest.TestCase):
         self.assertNotEqual(result.returncode, 0)
         self.assertIn("cpu_step.md: differs from benchmarks/", result.stderr)
 
-    @parameterized.expand([("{{ cpu_step.results.ration }}", "ration"), ("{{ cpu_stop.command }}", "cpu_stop")])
-    def test_a_figure_that_no_result_has(self, slot, name):
+    def test_a_figure_that_no_result_has(self):
         with tempfile.TemporaryDirectory() as folder:
             copytree(ROOT / "benchmarks" / "pages", folder, dirs_exist_ok=True)
             with Path(folder, "cpu_step.md").open("a", encoding="utf-8") as page:
-                page.write(slot)
+                page.write("{{ cpu_step.results.ration }}")
             result = self.check(ROOT / "benchmarks" / "results", "--templates", folder)
         self.assertNotEqual(result.returncode, 0)
         self.assertIn("cpu_step.md", result.stderr)
-        self.assertRegex(result.stderr, f"UndefinedError: .*{name}")
+        self.assertRegex(result.stderr, "UndefinedError: .*ration")
 
     @parameterized.expand(PICTURES)
     def test_pictures_are_up_to_date(self, name):

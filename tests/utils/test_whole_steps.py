@@ -51,16 +51,10 @@ class SummaryTest(unittest.TestCase):
 
 
 class OptimizersTest(unittest.TestCase):
-    def test_two_steps(self):
-        """flashoptim's are the stand-in."""
-        self.check_two_steps("flash_adamw_release")
-
     @parameterized.expand([*OPTIMIZERS, "adamw_torch"])
     @pytest.mark.slow
-    def test_two_steps_of_all(self, name):
-        self.check_two_steps(name)
-
-    def check_two_steps(self, name):
+    def test_two_steps(self, name):
+        """flashoptim's are the stand-in."""
         optimizer = OPTIMIZERS.get(name)
         modules = {"flashoptim": flashoptim()}
         if optimizer is not None and optimizer.package not in modules and find_spec(optimizer.package) is None:

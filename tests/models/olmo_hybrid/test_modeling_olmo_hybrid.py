@@ -18,8 +18,7 @@ class OlmoHybridVariantTest(PackedPaddingTesterMixin, PackedVariantTesterMixin, 
     options = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, "linear_allow_neg_eigval": False}
 
     def get_config(self):
-        sizes = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-        sizes |= {"linear_value_head_dim": 16, "linear_num_key_heads": 4, "initializer_range": 0.02}
+        sizes = {"linear_value_head_dim": 16, "linear_num_key_heads": 4, "initializer_range": 0.02}
         return tiny_config("olmo_hybrid", **sizes, **self.options)
 
 
