@@ -7,6 +7,7 @@ import copy
 import math
 import unittest
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -252,138 +253,121 @@ class CudaLatentAttentionTest(unittest.TestCase):
         self.assertLess(max(error.values()), 3e-2)
 
 
-def make_inputs(sizes, dtype, lengths=LENGTHS):
-    """Return x, dt, A, B, C, D and dt_bias, and the gradient of the output."""
-    heads, dim, groups, states = sizes
-    generator = torch.Generator("cuda").manual_seed(0)
+class ScanTesterMixin:
+    """Set `op`, `sizes` of the short tests, and `make_inputs` of sizes, a dtype and lengths.
 
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, device="cuda").bfloat16().to(dtype)
+    The inputs are x, dt, A, B, C, D and dt_bias, with the gradient of the output.
+    """
 
-    length = sum(lengths)
-    x, dt, b, c = (normal(1, length, *shape) for shape in ((heads, dim), (heads,), (groups, states), (groups, states)))
-    # Steps around 0.05, as in trained models: states reach over several chunks.
-    vectors = -normal(heads).abs() - 0.125, normal(heads), normal(heads) - 3
-    return [x, dt, vectors[0], b, c, *vectors[1:]], normal(1, length, heads, dim)
+    boundaries = property(lambda self: SequenceBoundaries.from_lengths(LENGTHS, device="cuda"))
+    names = ("dx", "ddt", "dA", "dB", "dC", "dD", "dbias")
+    options: ClassVar = {}
 
+    def run_op(self, inputs, upstream, boundaries, impl="triton"):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        output = self.op(*leaves[:6], dt_bias=leaves[6], boundaries=boundaries, impl=impl, **self.options)
+        return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
 
-def run(inputs, upstream, boundaries, impl):
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    output = ssd(*leaves[:6], dt_bias=leaves[6], dt_limit=(0.001, math.inf), boundaries=boundaries, impl=impl)
-    return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
+    def check_against_float64(self, sizes, dtype, lengths=LENGTHS):
+        """Return the errors of the output and of each gradient."""
+        inputs, upstream = self.make_inputs(sizes, dtype, lengths)
+        boundaries = SequenceBoundaries.from_lengths(lengths, device="cuda")
+        actual = self.run_op(inputs, upstream, boundaries)
+        expected = self.run_op([x.double() for x in inputs], upstream.double(), boundaries, "reference")
+        found = dict(zip(("output", *self.names), errors(actual, expected), strict=True))
+        report(f"{self.op.__name__} {sizes} {dtype}", **found)
+        again = self.run_op(inputs, upstream, boundaries)
+        self.assertTrue(all(torch.equal(a, b) for a, b in zip(actual, again, strict=True)))
+        return found
+
+    def check_isolation(self, sizes):
+        inputs, upstream = self.make_inputs(sizes, torch.bfloat16)
+        check_isolation(self, lambda x: self.run_op(x, upstream, self.boundaries), inputs, (0, 1, 3, 4))
+
+    def test_compiles_nothing_for_another_row(self):
+        def step(*lengths):
+            inputs, upstream = self.make_inputs(self.sizes, torch.bfloat16, list(lengths))
+            self.run_op(inputs, upstream, SequenceBoundaries.from_lengths(lengths, device="cuda"))
+
+        check_compiles_once(self, step)
+
+    def test_does_not_wait_for_the_gpu(self):
+        def prepare(lengths, boundaries):
+            inputs, upstream = self.make_inputs(self.released, torch.bfloat16, lengths)
+            return lambda: self.run_op(inputs, upstream, boundaries)
+
+        check_without_waiting(prepare)
 
 
 @pytest.mark.gpu
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
-class CudaSSDTest(unittest.TestCase):
-    boundaries = property(lambda self: SequenceBoundaries.from_lengths(LENGTHS, device="cuda"))
+class CudaSSDTest(ScanTesterMixin, unittest.TestCase):
+    op, sizes, released = staticmethod(ssd), (4, 32, 1, 32), SIZES[0]
+    options: ClassVar = {"dt_limit": (0.001, math.inf)}
+
+    def make_inputs(self, sizes, dtype, lengths=LENGTHS):
+        heads, dim, groups, states = sizes
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator, device="cuda").bfloat16().to(dtype)
+
+        shapes = (heads, dim), (heads,), (groups, states), (groups, states)
+        x, dt, b, c = (normal(1, sum(lengths), *shape) for shape in shapes)
+        # Steps around 0.05, as in trained models: states reach over several chunks.
+        vectors = -normal(heads).abs() - 0.125, normal(heads), normal(heads) - 3
+        return [x, dt, vectors[0], b, c, *vectors[1:]], normal(1, sum(lengths), heads, dim)
 
     # Products in float32 take seconds to compile.
     @parameterized.expand(
         [(sizes, torch.bfloat16) for sizes in SIZES] + [(sizes, torch.float32) for sizes in SIZES[::5]]
     )
     def test_against_float64(self, sizes, dtype):
-        inputs, upstream = make_inputs(sizes, dtype)
-        actual = run(inputs, upstream, self.boundaries, "triton")
-        expected = run([x.double() for x in inputs], upstream.double(), self.boundaries, "reference")
-        output, *found = errors(actual, expected)
-        names = ("dx", "ddt", "dA", "dB", "dC", "dD", "dbias")
-        report(f"ssd {sizes} {dtype}", output=output, **dict(zip(names, found, strict=True)))
-        self.assertLess(output, BARS[dtype][0])
-        for name, error in zip(names, found, strict=True):
+        found = self.check_against_float64(sizes, dtype)
+        self.assertLess(found.pop("output"), BARS[dtype][0])
+        for name, error in found.items():
             # Terms of both signs cancel in the sums over all tokens.
             self.assertLess(error, BARS[dtype][1] * (1 if name in ("dx", "ddt", "dB", "dC") else 5), name)
-        again = run(inputs, upstream, self.boundaries, "triton")
-        self.assertTrue(all(torch.equal(a, b) for a, b in zip(actual, again, strict=True)))
 
     @parameterized.expand([(sizes,) for sizes in SIZES[:2]])
     def test_no_document_sees_another(self, sizes):
-        inputs, upstream = make_inputs(sizes, torch.bfloat16)
-        check_isolation(self, lambda x: run(x, upstream, self.boundaries, "triton"), inputs, (0, 1, 3, 4))
-
-    def test_compiles_nothing_for_another_row(self):
-        def step(*lengths):
-            inputs, upstream = make_inputs((4, 32, 1, 32), torch.bfloat16, list(lengths))
-            run(inputs, upstream, SequenceBoundaries.from_lengths(lengths, device="cuda"), "triton")
-
-        check_compiles_once(self, step)
-
-    def test_does_not_wait_for_the_gpu(self):
-        def prepare(lengths, boundaries):
-            inputs, upstream = make_inputs(SIZES[0], torch.bfloat16, lengths)
-            return lambda: run(inputs, upstream, boundaries, "triton")
-
-        check_without_waiting(prepare)
-
-
-def make_mamba_inputs(sizes, dtype, lengths=LENGTHS):
-    """Return x, dt, A, B, C, D and dt_bias, and the gradient of the output."""
-    channels, groups, states = sizes
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, device="cuda").bfloat16().to(dtype)
-
-    x, dt, b, c = (normal(1, sum(lengths), *shape) for shape in ((channels,), (channels,), *((groups, states),) * 2))
-    # The rates of the initialization. Steps reach from 0.001 to 1, so some states forget and others do not.
-    a = -torch.arange(1, states + 1, device="cuda", dtype=torch.float32).expand(channels, -1).contiguous()
-    bias = torch.linspace(-6, 0, channels, device="cuda")
-    return [x, dt, a, b, c, normal(channels).float(), bias], normal(1, sum(lengths), channels)
-
-
-def run_mamba(inputs, upstream, boundaries, impl):
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    output = selective_scan(*leaves[:6], dt_bias=leaves[6], boundaries=boundaries, impl=impl)
-    return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
+        self.check_isolation(sizes)
 
 
 @pytest.mark.gpu
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
-class CudaSelectiveScanTest(unittest.TestCase):
-    boundaries = property(lambda self: SequenceBoundaries.from_lengths(LENGTHS, device="cuda"))
+class CudaSelectiveScanTest(ScanTesterMixin, unittest.TestCase):
+    op, sizes, released = staticmethod(selective_scan), (96, 1, 16), MAMBA_SIZES[0]
+
+    def make_inputs(self, sizes, dtype, lengths=LENGTHS):
+        channels, groups, states = sizes
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator, device="cuda").bfloat16().to(dtype)
+
+        shapes = (channels,), (channels,), (groups, states), (groups, states)
+        x, dt, b, c = (normal(1, sum(lengths), *shape) for shape in shapes)
+        # The rates of the initialization. Steps reach from 0.001 to 1, so some states forget and others do not.
+        a = -torch.arange(1, states + 1, device="cuda", dtype=torch.float32).expand(channels, -1).contiguous()
+        bias = torch.linspace(-6, 0, channels, device="cuda")
+        return [x, dt, a, b, c, normal(channels).float(), bias], normal(1, sum(lengths), channels)
 
     @parameterized.expand([(sizes, dtype) for sizes in MAMBA_SIZES for dtype in (torch.bfloat16, torch.float32)])
     def test_against_float64(self, sizes, dtype):
-        inputs, upstream = make_mamba_inputs(sizes, dtype)
-        actual = run_mamba(inputs, upstream, self.boundaries, "triton")
-        expected = run_mamba([x.double() for x in inputs], upstream.double(), self.boundaries, "reference")
-        found = dict(
-            zip(("output", "dx", "ddt", "dA", "dB", "dC", "dD", "dbias"), errors(actual, expected), strict=True)
-        )
-        report(f"selective_scan {sizes} {dtype}", **found)
-        for name, error in found.items():
+        for name, error in self.check_against_float64(sizes, dtype).items():
             # Gradients of parameters are in float32.
             rounded = dtype == torch.bfloat16 and name not in ("dA", "dD", "dbias")
             self.assertLess(error, 1e-2 if rounded else 2e-5, name)
-        again = run_mamba(inputs, upstream, self.boundaries, "triton")
-        self.assertTrue(all(torch.equal(a, b) for a, b in zip(actual, again, strict=True)))
 
     def test_a_row_of_one_document(self):
         """Its chunks are many."""
-        inputs, upstream = make_mamba_inputs((64, 1, 16), torch.float32, [8192])
-        boundaries = SequenceBoundaries.from_lengths([8192], device="cuda")
-        actual = run_mamba(inputs, upstream, boundaries, "triton")
-        expected = run_mamba([x.double() for x in inputs], upstream.double(), boundaries, "reference")
-        self.assertLess(max(errors(actual, expected)), 2e-5, errors(actual, expected))
+        found = self.check_against_float64((64, 1, 16), torch.float32, [8192])
+        self.assertLess(max(found.values()), 2e-5, found)
 
     @parameterized.expand([(sizes,) for sizes in MAMBA_SIZES[::3]])
     def test_no_document_sees_another(self, sizes):
-        inputs, upstream = make_mamba_inputs(sizes, torch.bfloat16)
-        check_isolation(self, lambda x: run_mamba(x, upstream, self.boundaries, "triton"), inputs, (0, 1, 3, 4))
-
-    def test_compiles_nothing_for_another_row(self):
-        def step(*lengths):
-            inputs, upstream = make_mamba_inputs((96, 1, 16), torch.bfloat16, list(lengths))
-            run_mamba(inputs, upstream, SequenceBoundaries.from_lengths(lengths, device="cuda"), "triton")
-
-        check_compiles_once(self, step)
-
-    def test_does_not_wait_for_the_gpu(self):
-        def prepare(lengths, boundaries):
-            inputs, upstream = make_mamba_inputs(MAMBA_SIZES[0], torch.bfloat16, lengths)
-            return lambda: run_mamba(inputs, upstream, boundaries, "triton")
-
-        check_without_waiting(prepare)
+        self.check_isolation(sizes)
 
 
 @pytest.mark.gpu

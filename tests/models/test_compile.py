@@ -80,6 +80,7 @@ class CompileTest(unittest.TestCase):
         if cls is Qwen3_5ForCausalLM:
             self.assertEqual(ops, {"causal_conv1d_qkv", "gated_delta_rule", "attention"})
 
+    @pytest.mark.slow
     def test_position_ids_alone(self):
         """Documents are found outside of the graph, and one document is no packed row."""
         model = self.model(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SHALLOW)).model.eval()

@@ -65,20 +65,6 @@ class RecordsTest(unittest.TestCase):
                     sizes = set() if name.startswith("ops/") else SIZES
                     self.assertEqual(knowledge(path.read_text(encoding="utf-8"), sizes), set())
 
-    def test_lists_of_families_have_their_titles(self):
-        """Titles name the releases that share classes."""
-        expected, places = (family_of("qwen3_5").title, family_of("qwen3_5_moe").title), set()
-        # Measurements and upstream patches name what they ran.
-        pages = [
-            page for page in ROOT.glob("docs/**/*.md") if "measured" not in page.parts and page.stem != "upstream"
-        ]
-        for path in (*pages, ROOT / "CHANGELOG.md", *SRC.rglob("*.py")):
-            text = re.sub(r'[\s"]+', " ", path.read_text(encoding="utf-8"))
-            for found in re.findall(r"Qwen3-Next, (Qwen3\.5\S*?),? (?:and |or )?(Qwen3\.5\S*-MoE)", text):
-                self.assertEqual(found, expected, path)
-                places.add(path.name)
-        self.assertLessEqual({"models.md", "command_line.md", "cli.md", "train.py", "memory.py"}, places)
-
     def test_each_exception_needs_to_be_one(self):
         for name in EXCEPTIONS:
             self.assertTrue(knowledge((SRC / name).read_text(encoding="utf-8")), name)

@@ -189,7 +189,7 @@ class PatchTest(PatchTestCase):
             self.assertEqual(len(got.hidden_states), len(want.hidden_states))
 
     def test_pickle_deepcopy_and_save(self):
-        for family in CONFIGS:
+        for family in ("qwen3_5", "qwen3_5_moe"):
             model = patch_model(builtin_model(family)).eval()
             batch = packed_batch(documents())
             logits = model(**batch).logits
@@ -221,11 +221,8 @@ class HeadsTest(PatchTestCase):
     @parameterized.expand(
         [
             ("qwen3_next", "Qwen3NextForTokenClassification", None),
-            ("qwen3_5", "Qwen3_5ForTokenClassification", None),
             ("qwen3_5", "Qwen3_5ForTokenClassification", "composite"),
-            ("qwen3_next", "Qwen3NextModel", None),
             ("qwen3_5", "Qwen3_5TextModel", None),
-            ("qwen3_5_moe", "Qwen3_5MoeTextModel", None),
             ("qwen3_5_moe", "Qwen3_5MoeModel", "composite"),
         ]
     )

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as builtin_qwen3_next
 
-from transformers_packed import audit_model, patch_model, registered, unpatch_model
+from transformers_packed import patch_model, registered, unpatch_model
 from transformers_packed.models import experts as our_experts
 from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.quantized_weights import ExpertsIn4bit
@@ -253,21 +253,16 @@ class TrainingTest(QuantizedExpertsTestCase):
         self.assertEqual(ours.keys(), theirs.keys())
         self.assertLess(total_relative_error(ours, theirs), 1e-5)
 
-    @parameterized.expand([("qwen3_next", "reentrant"), ("qwen3_5_moe", "non_reentrant")])
-    def test_prepared_with_gradient_checkpointing(self, family, how):
-        model = self.load(family, dtype=torch.bfloat16)
+    def test_prepared_with_gradient_checkpointing(self):
+        model = self.load("qwen3_next", dtype=torch.bfloat16)
         options = {"use_gradient_checkpointing": False}
         expected = step(adapted(prepare_model_for_kbit_training(copy.deepcopy(model), **options)))
-        options = {"gradient_checkpointing_kwargs": {"use_reentrant": how == "reentrant"}}
+        options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
         model = adapted(prepare_model_for_kbit_training(model, **options))
         self.names.clear()
         self.check_same_bits(step(model), expected)
         self.assertEqual(self.names, ["lora"] * 4)
         self.assertTrue(all(in_4_bit(model)))
-
-    def test_no_leaks(self):
-        report = audit_model(adapted(self.load("qwen3_next")), lengths=(3, 20, 1))
-        self.assertFalse(report.leaks, report)
 
     def test_merging(self):
         model = adapted(self.load("qwen3_next"))

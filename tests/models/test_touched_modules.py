@@ -222,7 +222,7 @@ class TouchedModulesTest(unittest.TestCase):
                 self.assertEqual(len(calls), 1, path)
                 torch.testing.assert_close(loss, plain, rtol=1e-5, atol=0)
 
-    @parameterized.expand(TEXT_MODELS)
+    @parameterized.expand(TEXT_MODELS[::2])
     def test_a_parametrization(self, name):
         class Scaled(torch.nn.Module):
             def forward(self, weight):
@@ -241,7 +241,7 @@ class TouchedModulesTest(unittest.TestCase):
             (utility, name)
             for utility in UTILITIES
             for name in TEXT_MODELS
-            if name == "qwen3_5" or utility == "utils_spectral_norm"
+            if name == "qwen3_5" or (utility == "utils_spectral_norm" and name in TEXT_MODELS[::2])
         ]
     )
     def test_a_utility_of_torch(self, utility, name):
@@ -258,7 +258,7 @@ class TouchedModulesTest(unittest.TestCase):
             if not utility.endswith(("identity", "weight_norm")):
                 self.assertNotEqual(loss.item(), plain.item())
 
-    @parameterized.expand(TEXT_MODELS)
+    @parameterized.expand(TEXT_MODELS[1::2])
     def test_a_replaced_module(self, name):
         class Gated(torch.nn.Module):
             def forward(self, hidden_states, gate):
@@ -308,15 +308,6 @@ class TouchedModulesTest(unittest.TestCase):
         ours = get_peft_model(ours, LoraConfig(r=96, target_modules=["conv1d"], init_lora_weights=False))
         with self.assertRaisesRegex(ValueError, "conv1d as a torch.nn.Conv1d.*got peft.*Conv1d"):
             self.run_once(ours, batch, packed=True)
-
-    def test_other_epsilons(self):
-        builtin, ours, batch = self.models("qwen3_5")
-        for model in (builtin, ours):
-            model.model.layers[1].self_attn.k_norm.eps = 0.5
-        self.check_equal(builtin, ours, batch, "k_norm")
-        for model in (builtin, ours):
-            model.model.layers[1].self_attn.q_norm.eps = 0.5
-        self.check_equal(builtin, ours, batch, "both")
 
     def test_a_module_that_is_sharded_apart(self):
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

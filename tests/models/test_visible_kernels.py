@@ -117,20 +117,3 @@ class VisibleKernelsTest(unittest.TestCase):
             " ".join(["fused_recurrent_kda True None", *sorted((*common, *gate))]),
         ]
         self.assertEqual(result.stdout.splitlines()[-5:], expected, result.stderr[-3000:])
-
-    @pytest.mark.slow
-    def test_register_after_the_import(self):
-        """flash-linear-attention registers its own models under types of Transformers (mamba, mamba2)."""
-        result = self.run_python(
-            "import fla.models, transformers\n"
-            "from transformers.models.auto import CONFIG_MAPPING, modeling_auto\n"
-            "import transformers_packed\n"
-            "assert CONFIG_MAPPING['mamba'] is not transformers.MambaConfig\n"
-            "models = modeling_auto.AutoModelForCausalLM._model_mapping\n"
-            "with transformers_packed.registered():\n"
-            "    assert models[transformers.MambaConfig].__module__.startswith('transformers_packed.')\n"
-            "    assert models[transformers.Qwen3_5TextConfig].__module__.startswith('transformers_packed.')\n"
-            "    assert models[CONFIG_MAPPING['mamba']].__module__.startswith('fla.')\n"
-            "assert models[transformers.MambaConfig] is transformers.MambaForCausalLM\n"
-        )
-        self.assertEqual(result.returncode, 0, result.stderr[-3000:])

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import sys
-import tempfile
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -83,27 +82,6 @@ class WorkersTest(unittest.TestCase):
 
 
 class CommandTest(unittest.TestCase):
-    @pytest.mark.slow
-    def test_real_processes(self):
-        """This includes models that print, installed GPU packages, and a type that cannot be built."""
-        with tempfile.TemporaryDirectory() as folder:
-            page, data = Path(folder, "page.md"), Path(folder, "data.json")
-            status, stdout, stderr = audit(
-                *("--types", "llama", "qwen3_5_text", "musicgen", "--jobs", "1"),
-                *("--output", str(page), "--json", str(data)),
-            )
-            found = json.loads(data.read_text())
-            self.assertEqual(page.read_text(), audit_all.to_markdown(found))
-        self.assertEqual(status, 0)
-        self.assertIn("3/3", stderr)
-        self.assertIn("1 isolated, 1 leaks, 1 not built", stdout)
-        types = found["types"]
-        self.assertEqual(list(types), ["llama", "qwen3_5_text", "musicgen"])
-        self.assertEqual(found["transformers"], transformers.__version__)
-        self.assertEqual(types["llama"]["builtin"]["all"]["verdict"], "isolated")
-        self.assertEqual(types["qwen3_5_text"]["ours"]["position_ids"]["verdict"], "isolated")
-        self.assertEqual(types["qwen3_5_text"]["builtin"]["position_ids"]["module"], "Qwen3_5GatedDeltaNet")
-
     def test_status_when_ours_leaks(self):
         leaks = {"position_ids": {"verdict": "leaks", "module": "M", "kind": "state"}, "all": {"verdict": "isolated"}}
         isolated = dict.fromkeys(leaks, {"verdict": "isolated"})

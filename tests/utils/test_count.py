@@ -4,7 +4,6 @@ import ast
 import io
 import sys
 import tempfile
-import textwrap
 import unittest
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -46,22 +45,6 @@ class Class:
 
 
 class CountTest(unittest.TestCase):
-    @parameterized.expand(
-        [
-            ("if a:\n    pass\nelif b:\n    pass\nelse:\n    pass", 2),
-            ("a if b else c", 1),
-            ("while a:\n    pass", 1),
-            ("match a:\n    case 1:\n        pass\n    case _:\n        pass", 2),
-            ("a and b and c or d", 3),
-            ("[a for a in b]", 1),
-            ("{a: c for a in b if a if c for c in a}", 4),
-            ("def inner():\n    return a or b", 1),
-        ]
-    )
-    def test_branches(self, statements, number):
-        function = ast.parse(f"def function():\n{textwrap.indent(statements, '    ')}").body[0]
-        self.assertEqual(count.branches(function), number)
-
     def test_functions_and_lines(self):
         found = count.functions(ast.parse(TEXT))
         self.assertEqual(list(found), ["13 Class.method", "26 Class.other"])

@@ -8,9 +8,7 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
-from unittest import mock
 
-import psutil
 import pytest
 from parameterized import parameterized
 
@@ -75,33 +73,6 @@ class LinesTest(unittest.TestCase):
             names,
             ["resume-ddp/whole", "kill-ddp/killed", "kill-ddp/resumed", "train/ddp", "train/resumed", "train/one"],
         )
-
-    @parameterized.expand(
-        [
-            ("cuda", "trainer/fsdp2", ["-m", "accelerate.commands.launch", "--main_process_port"]),
-            ("cpu", "trainer/ddp", ["-m", "torch.distributed.run", "--master_port"]),
-            ("cuda", "train/ddp", ["-m", "torch.distributed.run", "--master_port"]),
-            ("cuda", "train/one", ["-m", "transformers_packed.cli", "train"]),
-        ]
-    )
-    def test_commands(self, device, name, begin):
-        runner = launches.Runner(mock.Mock(device=device, folder=Path("there")), [], {})
-        words = runner.argv(self.launches[name], Path("there/run"))
-        self.assertEqual(words[:4], [sys.executable, *begin])
-        self.assertNotIn("CHECKPOINT", words)
-        self.assertIn("there/run", words)
-
-
-class EndTest(unittest.TestCase):
-    def test_a_launcher_ends_with_its_processes_in_other_sessions(self):
-        command = "import subprocess, sys; p = subprocess.Popen(['sleep', '60'], start_new_session=True); print(p.pid, flush=True); p.wait()"
-        process = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True)
-        self.addCleanup(process.stdout.close)
-        child = psutil.Process(int(process.stdout.readline()))
-        launches.end(process)
-        psutil.wait_procs([child], timeout=10)
-        self.assertFalse(child.is_running() and child.status() != psutil.STATUS_ZOMBIE)
-        self.assertNotEqual(process.returncode, 0)
 
 
 @pytest.mark.slow

@@ -146,26 +146,6 @@ class UnfoldingTest(ConverterTestCase):
         self.modular("beta", BETA_HEAD, *parts)
         return self.generate("beta")
 
-    def test_a_file_without_siblings_stays_as_it_is(self):
-        text, module = self.generate("alpha")
-        self.assertIn("generated from modular_alpha.py", text)
-        self.assertEqual(module.__doc__, "Alpha.")
-        generated, modular = ast.parse(text), ast.parse(ALPHA)
-        self.assertEqual([ast.dump(s) for s in generated.body], [ast.dump(s) for s in modular.body])
-
-    def test_an_empty_child_is_the_sibling_under_its_own_name(self):
-        text, module = self.beta("class BetaNet(AlphaNet):\n    pass")
-        net = module.BetaNet()
-        self.assertEqual([base.__module__ for base in module.BetaNet.__bases__], ["zoo.beta.modeling_beta"])
-        self.assertEqual(net.forward(1.7), ("BetaNet 3", 6, ("builtin Beta", 1.7)))
-        self.assertEqual(net.describe(), "builtin BetaNet")
-        self.assertEqual(net.later(2)(), 7)
-        self.assertEqual((net.color, net.size, net.low, net.high), ("red", 3, 3, 10))
-        self.assertTrue(net.marked)
-        self.assertEqual(module.BetaNet.__doc__, "The BetaNet of ours.")
-        self.assertIn("# The BetaNet stretches.", text)
-        self.assertNotRegex(text.split("\n", 2)[2], "Alpha|alpha")
-
     def test_methods_and_attributes_of_the_child(self):
         text, module = self.beta(
             '''
@@ -212,33 +192,6 @@ class UnfoldingTest(ConverterTestCase):
         for unused in ("UNUSED", "partial", "AlphaNet", "alpha"):
             self.assertNotIn(unused, text)
 
-    def test_other_classes_of_the_pair_are_renamed(self):
-        _, module = self.beta("class BetaNet(AlphaNet):\n    pass", "class BetaBlock(AlphaBlock):\n    pass")
-        self.assertIs(type(module.BetaBlock().net()), module.BetaNet)
-
-    def test_a_class_whose_name_does_not_follow_the_prefix(self):
-        self.write("zoo/beta/modeling_beta.py", BUILTIN.format("Beta") + "class BetaTextNet(BetaNet):\n    pass\n")
-        _, module = self.beta("class BetaTextNet(AlphaNet):\n    pass", "class BetaBlock(AlphaBlock):\n    pass")
-        self.assertEqual(module.BetaTextNet().forward(1)[0], "BetaTextNet 3")
-        self.assertIs(type(module.BetaBlock().net()), module.BetaTextNet)
-
-    def test_a_name_that_only_begins_like_a_class(self):
-        self.modular(
-            "alpha", ALPHA, "class AlphaTower(builtin.AlphaBlock):\n    made_of = 'AlphaNetOutput', 'AlphaNet'"
-        )
-        self.write(
-            "zoo/beta/modeling_beta.py",
-            BUILTIN.format("Beta") + "class BetaTextNet(BetaNet):\n    pass\nclass BetaTower:\n    pass\n",
-        )
-        self.modular(
-            "beta",
-            BETA_HEAD.replace("AlphaBlock", "AlphaTower"),
-            "class BetaTextNet(AlphaNet):\n    pass",
-            "class BetaTower(AlphaTower):\n    pass",
-        )
-        # Only the whole name is the class. The other name has the prefix.
-        self.assertEqual(self.generate("beta")[1].BetaTower.made_of, ("BetaNetOutput", "BetaTextNet"))
-
     def test_transitive(self):
         self.modular(
             "beta",
@@ -272,19 +225,6 @@ class UnfoldingTest(ConverterTestCase):
         with self.assertRaisesRegex(self.converter.ConversionError, f"^modular_beta.py: {message}"):
             self.converter.convert(path)
 
-    def test_no_common_ending_beside_classes_with_one(self):
-        """The other classes of the two families tell the prefix."""
-        self.write("zoo/beta/modeling_beta.py", BUILTIN.format("Beta") + "class BetaTower:\n    pass\n")
-        self.modular(
-            "beta",
-            BETA_HEAD,
-            "class BetaTower(AlphaNet):\n    size = 7",
-            "class BetaNet(AlphaNet):\n    pass",
-        )
-        _, module = self.generate("beta")
-        self.assertEqual([base.__name__ for base in module.BetaTower.__bases__], ["BetaTower"])
-        self.assertEqual((module.BetaTower.size, module.BetaNet.__name__), (7, "BetaNet"))
-
     def test_exit_codes(self):
         path = self.modular("beta", BETA_HEAD, "class BetaNet(AlphaNet):\n    pass")
         target = path.with_name("modeling_beta.py")
@@ -298,14 +238,6 @@ class UnfoldingTest(ConverterTestCase):
         self.assertEqual(self.main("--check", path), (0, "", ""))
         self.assertEqual(self.main(path), (0, "", ""))
 
-    def test_exit_code_of_an_error(self):
-        path = self.modular("beta", BETA_HEAD, "class BetaDeepNet(AlphaNet):\n    pass")
-        for arguments in ((path,), ("--check", path)):
-            code, out, err = self.main(*arguments)
-            self.assertEqual((code, out), (2, ""))
-            self.assertRegex(err, "^error: modular_beta.py: BetaDeepNet")
-        self.assertFalse(path.with_name("modeling_beta.py").exists())
-
 
 class CommittedFilesTest(ConverterTestCase):
     def copy_of_the_package(self):
@@ -315,11 +247,6 @@ class CommittedFilesTest(ConverterTestCase):
         shutil.copy(ROOT / "pyproject.toml", self.root)
         self.converter.MODELS = models
         return models
-
-    def test_are_up_to_date(self):
-        code, out, err = self.main("--check")
-        self.assertEqual((code, out, err), (0, "", ""))
-        self.assertGreaterEqual(len(list(self.converter.MODELS.glob("*/modeling_*.py"))), 2)
 
     def test_a_changed_modular_file_makes_its_family_stale(self):
         models = self.copy_of_the_package()

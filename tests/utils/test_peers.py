@@ -32,15 +32,6 @@ import train
 SMALL = ["--tokens", "48", "--documents", "3", "--warmup", "1", "--steps", "1", "--device", "cpu"]
 
 
-def entry(tool: str, milliseconds: float, **values) -> dict:
-    step = {"step_ms": milliseconds, "steps_ms": [milliseconds] * 20, "tokens_per_second": 1, "losses": {"1": 12.5}}
-    step["first_step_seconds"] = 9.0
-    cell = {"model": "4B", "lora": False, "checkpointing": False, "tokens": 16384, "documents": 34, "machine": "GPU"}
-    how = {"warmup": 5, "steps": 20, "caches": "filled", "versions": {"torch": "2.11", tool: "1"}, "command": tool}
-    isolated = {"isolation": {"loss": 12.0, "repeated": 0.0, "changed": 0.0}}
-    return cell | how | step | isolated | {"tool": tool, "padding_free": True, "forwards_per_step": 1} | values
-
-
 class SamplesTest(unittest.TestCase):
     @parameterized.expand([(16384, 34), (100, 7), (256, 64)])
     def test_the_samples_of_each_step_add_up(self, tokens, documents):
@@ -106,17 +97,6 @@ class TrainTest(unittest.TestCase):
         self.assertEqual(padded["shapes"][0][0], 16)
         self.assertTrue(all(other_tools.isolated(entry) for entry in (ours, shared, padded)))
 
-    @pytest.mark.slow
-    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
-    def test_steps_of_qlora_agree(self):
-        """The checkpoint is already in 4 bit, with the same weights for every tool."""
-        sizes = [*SMALL, "--lora", "--load-in-4bit", "--checkpointing"]
-        commands = [[*sizes, "--tool", tool] for tool in ("ours", "padded")]
-        ours, padded = self.runs("tiny", commands, "--load-in-4bit")
-        self.assertAlmostEqual(ours["losses"]["1"], padded["losses"]["1"], delta=2e-3)
-        self.assertEqual(ours["trained_parameters"], padded["trained_parameters"])
-        self.assertTrue(ours["load_in_4bit"] and ours["padding_free"] and other_tools.isolated(ours))
-
     @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
     def test_a_checkpoint_in_4_bit(self):
         with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
@@ -165,19 +145,6 @@ class TrainTest(unittest.TestCase):
         with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as printed:
             run_main(train, "--checkpoint", "none", *options)
         self.assertRegex(printed.getvalue(), message)
-
-    def test_a_tool_that_needs_a_gpu_is_refused_on_a_cpu(self):
-        with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as printed:
-            run_main(train, "--checkpoint", "none", "--tool", "unsloth", "--device", "cpu")
-        self.assertIn("needs a GPU", printed.getvalue())
-
-    def test_a_repeated_run_replaces_the_earlier_one(self):
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder, "peers.json")
-            for found in (entry("ours", 1.0), entry("liger", 2.0), entry("ours", 3.0)):
-                train.write(output, found)
-            runs = json.loads(output.read_text())["runs"]
-        self.assertEqual([(x["tool"], x["step_ms"]) for x in runs], [("liger", 2.0), ("ours", 3.0)])
 
 
 class IsolationTest(unittest.TestCase):

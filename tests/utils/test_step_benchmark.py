@@ -8,12 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
-import pytest
-import torch
 from common.commands import run_main
 from parameterized import parameterized
 from transformers import AutoConfig
-from transformers.utils import is_liger_kernel_available
 
 from transformers_packed import PackingCost
 
@@ -25,7 +22,6 @@ import shapes
 import step
 
 
-MIXTURES = ("tiny-moe", "tiny-next")
 HAS_QUANTIZERS = bool(find_spec("bitsandbytes") and find_spec("torchao"))
 
 
@@ -38,28 +34,6 @@ def run(*arguments: str) -> dict:
 
 
 class ExpertsLayerTest(unittest.TestCase):
-    @parameterized.expand(MIXTURES)
-    def test_both_arms_compute_the_same(self, model):
-        config = shapes.MODELS[model]
-        layer = experts_layer.make_layer(config, "cpu", torch.float32)
-        hidden_states, logits = torch.randn(20, config["hidden_size"]), torch.randn(20, config["num_experts"])
-        found = [
-            arm(layer, hidden_states, logits, config["num_experts_per_tok"]) for arm in experts_layer.ARMS.values()
-        ]
-        torch.testing.assert_close(*found)
-
-    @unittest.skipUnless(HAS_QUANTIZERS, "needs bitsandbytes and torchao")
-    def test_ways_to_dequantize_compute_the_same(self):
-        config = shapes.MODELS["tiny-moe"]
-        layer = experts_layer.make_layer(config, "cpu", torch.bfloat16).requires_grad_(False)
-        inputs = torch.randn(20, config["hidden_size"]).bfloat16(), torch.randn(20, config["num_experts"]), 2
-        for kind in ("nf4", "float8"):
-            stored = experts_layer.quantized(layer, kind)
-            found = [experts_layer.ours(stored, *inputs, dequantize=how) for how in ("auto", "reference")]
-            self.assertTrue(torch.equal(*found), kind)
-            with self.assertRaisesRegex(ValueError, "needs CUDA tensors"):
-                experts_layer.ours(stored, *inputs, dequantize="triton")
-
     @parameterized.expand(
         [
             ("trained", [], 3, ["ours", "grouped_mm"]),
@@ -79,18 +53,9 @@ class ExpertsLayerTest(unittest.TestCase):
 
 
 class StepTest(unittest.TestCase):
-    def test_every_arm_has_the_same_loss(self):
-        self.check_arms("tiny")
-
-    @pytest.mark.slow
-    def test_every_arm_with_experts_has_the_same_loss(self):
-        self.check_arms("tiny-moe")
-
-    def check_arms(self, model):
-        names = ["padded", "ours"] + ["ours padded", "ours+stock-experts"] * (model != "tiny")
-        found = run("--models", model, "--arms", *names)
-        losses = [found["arms"][name]["loss"] for name in names]
-        self.assertLess(max(losses) - min(losses), 0.02, losses)
+    def test_arms_have_the_same_loss(self):
+        found = run("--models", "tiny", "--arms", "padded", "ours")
+        self.assertAlmostEqual(*(found["arms"][name]["loss"] for name in ("padded", "ours")), delta=0.02)
         self.assertIn("above", found["printed"])
 
     def test_without_the_head_no_gradient_reaches_it(self):
@@ -112,42 +77,6 @@ class StepTest(unittest.TestCase):
         self.assertTrue(packed[0, 40:].equal(padded[1, :24]))
         self.assertTrue(packed[0, :40].equal(padded[0]))
         self.assertFalse(padded[1, 24:].any())
-
-    @parameterized.expand(MIXTURES)
-    def test_adapters_of_rank_16_on_experts_and_none_on_routers(self, model):
-        config = shapes.MODELS[model]
-        names = dict(arms.make_model(config, "ours+lora", "cpu").named_parameters())
-        adapted = {name.partition(".layers.0.")[2]: x for name, x in names.items() if x.requires_grad}
-        rows = 16 * config["num_experts"]
-        self.assertEqual(adapted["mlp.experts.lora_A.default.weight"].shape[0], rows)
-        self.assertEqual(adapted["mlp.experts.base_layer.lora_A.default.weight"].shape[0], rows)
-        self.assertTrue(all("lora_" in name for name in adapted if name))
-        self.assertFalse([name for name in adapted if "mlp.gate." in name or "shared_expert_gate" in name])
-        self.assertEqual(any("shared_expert" in name for name in adapted), model == "tiny-moe")
-
-    @parameterized.expand(["tiny-moe"])
-    @unittest.skipUnless(is_liger_kernel_available(), "needs liger-kernel")
-    def test_liger_leaves_the_classes_and_the_experts_unless_asked(self, model):
-        config = shapes.MODELS[model]
-        before = dict(vars(arms.stock_module(config)))
-        for name, experts in (("padded+liger", False), ("packed+varlen+liger-experts", True)):
-            arms.prepare("cpu")
-            layer = arms.make_model(config, name, "cpu").model.layers[0]
-            self.assertIn("Liger", layer.input_layernorm.forward.__func__.__qualname__)
-            self.assertIn("Liger", layer.mlp.shared_expert.forward.__func__.__qualname__)
-            self.assertEqual("Liger" in layer.mlp.experts.forward.__func__.__qualname__, experts)
-        self.assertEqual(dict(vars(arms.stock_module(config))), before)
-
-    @pytest.mark.slow
-    def test_adapters_train_without_the_head(self):
-        found = run("--models", "tiny-moe", "--no-head", "--arms", "ours+lora", "ours+stock-experts+lora")
-        self.assertEqual(
-            [sorted({"loss", "error"} & entry.keys()) for entry in found["arms"].values()], [["loss"]] * 2
-        )
-
-    def test_layers_keep_their_pattern(self):
-        config = AutoConfig.for_model(**shapes.with_layers(shapes.MODELS["35B-A3B"], 8))
-        self.assertEqual([i for i, kind in enumerate(config.layer_types) if kind == "full_attention"], [3, 7])
 
 
 class ShapesTest(unittest.TestCase):

@@ -3,7 +3,6 @@ import unittest
 import torch
 from common.releases import DECAY_ROUNDING, DECAYS
 from mixins.model import (
-    VOCAB_SIZE,
     PackedModelTesterMixin,
     PackedVariantTesterMixin,
     gradients,
@@ -15,7 +14,6 @@ from mixins.model import (
 from mixins.padding import PackedPaddingRouterTesterMixin, PackedPaddingTesterMixin
 from mixins.patch import EXPERTS
 from mixins.vision import TINY
-from parameterized import parameterized
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as builtin
 
@@ -113,12 +111,11 @@ class Qwen3NextHeadsTest(unittest.TestCase):
         self.assertLess(relative_error(together.loss, loss), 1e-5)
         self.check_gradients(stock, ours, loss, together.loss)
 
-    @parameterized.expand(["left", "right"])
-    def test_padded_batch(self, side):
+    def test_padded_batch(self):
         """Without a cache, the heads return the same as the stock heads for the same padded batch."""
         for head in HEADS:
             stock, ours = self.models(head, classifier_dropout=0.0, use_cache=False)
-            batch = padded_batch(self.documents(), side)
+            batch = padded_batch(self.documents(), "left")
             batch.pop("labels")
             if head == "question_answering":
                 targets = {"start_positions": torch.tensor([0, 1, 2, 3]), "end_positions": torch.tensor([0, 2, 2, 69])}
@@ -143,19 +140,3 @@ class Qwen3NextHeadsTest(unittest.TestCase):
         want, got = stock(alone, **spans), model(alone, **spans)
         self.assertLess(relative_error(got.loss, want.loss), 1e-5)
         self.assertLess(relative_error(got.end_logits, want.end_logits), 1e-5)
-
-
-class Qwen3NextExpertsTest(unittest.TestCase):
-    """Shapes in grouped experts depend on other documents. This causes small differences, but is no leak."""
-
-    def test_grouped_experts_stay_close(self):
-        torch.manual_seed(0)
-        model = packed.Qwen3NextForCausalLM._from_config(tiny_config(), experts_implementation="grouped_mm").eval()
-        documents = [torch.randint(1, VOCAB_SIZE, (n,)) for n in (30, 70, 65)]
-        with torch.no_grad():
-            before = model(**packed_batch(documents)).logits[0].split((30, 70, 65))
-            documents[0] = documents[0] % (VOCAB_SIZE - 1) + 1
-            after = model(**packed_batch(documents)).logits[0].split((30, 70, 65))
-        self.assertGreater(relative_error(after[0], before[0]), 1e-2)
-        for i in (1, 2):
-            self.assertLess(relative_error(after[i], before[i]), 1e-4)
