@@ -5,12 +5,14 @@ import os
 import platform
 import shlex
 import sys
+import unittest
 from collections.abc import Callable
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -21,6 +23,11 @@ PACKAGES = ("flash-linear-attention", "flash-qla", "tilelang", "causal-conv1d", 
 MODULES = {"flash-linear-attention": "fla", "flash-qla": "flash_qla"}
 TOTAL = 65536
 FIGURES: list[dict] = []
+
+
+def needs_gpu(test):
+    """Mark a test or a class of tests that needs a CUDA device."""
+    return pytest.mark.gpu(unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")(test))
 
 
 def report(test: str, **figures) -> None:

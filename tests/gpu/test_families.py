@@ -10,11 +10,10 @@ from types import SimpleNamespace
 from typing import ClassVar
 from unittest import mock
 
-import pytest
 import torch
 from common.families import documents, tiny_model
 from common.fused import errors
-from common.gpu import compiled_kernels, report, synchronising_is_an_error
+from common.gpu import compiled_kernels, needs_gpu, report, synchronising_is_an_error
 from mixins.model import alone, gradients, packed_batch, relative_error, total_relative_error
 from parameterized import parameterized
 from transformers.integrations import hub_kernels
@@ -194,8 +193,7 @@ def run_delta(inputs, upstream, gate, boundaries, impl):
     return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class CudaKimiDeltaRuleTest(TunedTest):
     boundaries = property(lambda self: SequenceBoundaries.from_lengths(LENGTHS, device="cuda"))
 
@@ -225,8 +223,7 @@ class CudaKimiDeltaRuleTest(TunedTest):
         check_without_waiting(prepare)
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class CudaLatentAttentionTest(unittest.TestCase):
     @parameterized.expand(["auto", "varlen_attn"])
     def test_values_smaller_than_keys(self, impl):
@@ -299,8 +296,7 @@ class ScanTesterMixin:
         check_without_waiting(prepare)
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class CudaSSDTest(ScanTesterMixin, unittest.TestCase):
     op, sizes, released = staticmethod(ssd), (4, 32, 1, 32), SIZES[0]
     options: ClassVar = {"dt_limit": (0.001, math.inf)}
@@ -334,8 +330,7 @@ class CudaSSDTest(ScanTesterMixin, unittest.TestCase):
         self.check_isolation(sizes)
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class CudaSelectiveScanTest(ScanTesterMixin, unittest.TestCase):
     op, sizes, released = staticmethod(selective_scan), (96, 1, 16), MAMBA_SIZES[0]
 
@@ -370,8 +365,7 @@ class CudaSelectiveScanTest(ScanTesterMixin, unittest.TestCase):
         self.check_isolation(sizes)
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class CudaFamiliesTest(FamilyTest):
     @parameterized.expand([(family, dtype) for family in ROWS for dtype in BARS])
     def test_equals_documents_alone(self, family, dtype):
@@ -396,8 +390,7 @@ class CudaFamiliesTest(FamilyTest):
         check_without_waiting(prepare)
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class CudaOtherFamiliesTest(FamilyTest):
     # Both run kernels that round to TF32.
     stock_device = "cuda"
@@ -407,8 +400,7 @@ class CudaOtherFamiliesTest(FamilyTest):
         self.check(family, torch.float32)
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class CudaOwnClassesTest(TunedTest, FamilyTest):
     @parameterized.expand([(family, dtype) for family in OWN for dtype in BARS])
     def test_equals_documents_alone(self, family, dtype):
@@ -452,7 +444,3 @@ class CudaOwnClassesTest(TunedTest, FamilyTest):
             return lambda: model(**batch).loss.backward()
 
         check_without_waiting(prepare)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -3,10 +3,9 @@
 import unittest
 from functools import partial
 
-import pytest
 import torch
 from common.fused import CASES, HEAD_CASES, TAIL, boundaries_of, cast, errors, guarded_buffers, named
-from common.gpu import compiled_kernels, report, synchronising_is_an_error
+from common.gpu import compiled_kernels, needs_gpu, report, synchronising_is_an_error
 from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint
 
@@ -38,8 +37,7 @@ def tokens_of(case):
     return TOKENS[:-1] if case in HEAD_CASES else TOKENS
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class FusedTest(unittest.TestCase):
     def setUp(self):
         self.addCleanup(torch.cuda.empty_cache)
@@ -99,8 +97,7 @@ class FusedTest(unittest.TestCase):
             torch.autograd.backward(outputs, upstream)
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class DropoutTest(unittest.TestCase):
     """Adapters with dropout whose matrices are identities return their inputs after dropout."""
 
@@ -164,8 +161,7 @@ LARGE = [
 ]
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class LargeTest(unittest.TestCase):
     """The last tokens of a row of 262,144 tokens are whole documents and give the same result alone."""
 
@@ -231,7 +227,3 @@ class LargeTest(unittest.TestCase):
         error = max(errors(*results))
         report(f"linear_cross_entropy, {tokens} tokens of {vocab} logits in a chunk", against_small_chunks=error)
         self.assertLess(error, 1e-3)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -48,7 +48,3 @@ class KeptAttentionTest(unittest.TestCase):
                 self.assertTrue(torch.equal(actual[name], gradient), name)
             else:
                 self.assertLess((actual[name] - gradient).norm(), 1e-2 * gradient.norm(), name)
-
-
-if __name__ == "__main__":
-    unittest.main()

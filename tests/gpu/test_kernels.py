@@ -3,9 +3,8 @@
 import unittest
 from functools import lru_cache
 
-import pytest
 import torch
-from common.gpu import TOTAL, kept, lengths_of, report, synchronising_is_an_error
+from common.gpu import TOTAL, kept, lengths_of, needs_gpu, report, synchronising_is_an_error
 from common.mixing_ops import BARS, AttentionCase, ConvCase, RuleCase, run_with_gradients
 from parameterized import parameterized
 
@@ -74,8 +73,7 @@ def relative(actual, expected) -> float:
     return ((actual.float() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class KernelsTest(unittest.TestCase):
     def need(self, case, impl, dtype):
         """Skip implementations missing in this environment, with the reason that a user would read."""
@@ -174,7 +172,3 @@ class KernelsTest(unittest.TestCase):
         run_with_gradients(case, impl, inputs, weight, rows[0])
         with synchronising_is_an_error():
             run_with_gradients(case, impl, inputs, weight, rows[1])
-
-
-if __name__ == "__main__":
-    unittest.main()

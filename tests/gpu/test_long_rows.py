@@ -3,9 +3,8 @@
 import gc
 import unittest
 
-import pytest
 import torch
-from common.gpu import report
+from common.gpu import needs_gpu, report
 from mixins.model import gradients, packed_batch, relative_error, total_relative_error
 from parameterized import parameterized
 from transformers import Qwen3_5TextConfig, set_seed
@@ -35,8 +34,7 @@ CONFIG = {
 TOKENS, LAST = 280_000, 1000
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class LongRowsTest(unittest.TestCase):
     @parameterized.expand([("one long document", [TOKENS - LAST]), ("many", [8192] * 34 + [472])])
     def test_the_last_document_of_a_long_row(self, name, before):
@@ -62,7 +60,3 @@ class LongRowsTest(unittest.TestCase):
         self.assertLess(figures["loss"], 1e-3)
         self.assertLess(figures["gradients"], 2e-2)
         self.assertGreater(total_relative_error(results["other"][1], expected), 0.1)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -4,10 +4,9 @@ import copy
 import unittest
 import warnings
 
-import pytest
 import torch
 from accelerate import dispatch_model
-from common.gpu import kept, lengths_of, report, synchronising_is_an_error
+from common.gpu import kept, lengths_of, needs_gpu, report, synchronising_is_an_error
 from common.real_heads import FAMILIES, REAL_HEADS
 from mixins.model import alone, gradients, packed_batch, padded_batch, relative_error, total_relative_error
 from mixins.vision import document as make_document
@@ -34,8 +33,7 @@ def make_documents(lengths) -> list[torch.Tensor]:
     return [torch.randint(1, 97, (n,), generator=generator) for n in lengths]
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class CudaModelsTest(unittest.TestCase):
     def setUp(self):
         dispatch._used.clear()
@@ -265,7 +263,3 @@ class CudaModelsTest(unittest.TestCase):
         error = relative_error(torch.cat(outputs), logits.detach())
         report("qwen3_5 with a cache, bfloat16", logits=error)
         self.assertLess(error, 2e-2)
-
-
-if __name__ == "__main__":
-    unittest.main()

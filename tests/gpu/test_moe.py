@@ -2,9 +2,8 @@
 
 import unittest
 
-import pytest
 import torch
-from common.gpu import report, synchronising_is_an_error
+from common.gpu import needs_gpu, report, synchronising_is_an_error
 from common.real_heads import FAMILIES, REAL_HEADS
 from parameterized import parameterized
 from transformers import set_seed
@@ -57,8 +56,7 @@ def worst(found, expected):
     )
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class CudaExpertsTest(unittest.TestCase):
     @parameterized.expand(
         [(routing, False) for routing in ROUTINGS]

@@ -4,9 +4,8 @@ import copy
 import tempfile
 import unittest
 
-import pytest
 import torch
-from common.gpu import report
+from common.gpu import needs_gpu, report
 from common.real_heads import FAMILIES, REAL_HEADS
 from mixins.model import total_relative_error
 from parameterized import parameterized
@@ -59,8 +58,7 @@ def gradients(model, loss):
     return {name: x.grad.float() for name, x in model.named_parameters() if x.grad is not None}
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class HeadOnGpuTest(unittest.TestCase):
     @parameterized.expand(["qwen3_5", "qwen3_5_moe", "qwen3_next_moe"])
     def test_a_row_equals_its_documents(self, family):
@@ -131,7 +129,3 @@ class HeadOnGpuTest(unittest.TestCase):
             found = mtp_acceptance(trainer.model, samples[:4], steps=3)
         report(f"mtp {options}", mtp_loss=log[-1]["mtp_loss"], acceptance=log[-1]["mtp_acceptance"])
         self.assertEqual(found.drafted[:, 0].tolist(), [498] * 4)
-
-
-if __name__ == "__main__":
-    unittest.main()

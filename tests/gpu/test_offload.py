@@ -146,7 +146,3 @@ class OffloadTest(unittest.TestCase):
             run(lambda x: x.sin(), then * 2)
         with self.assertRaisesRegex(ValueError, "layers that leave their input as it is"):
             output.sum().backward()
-
-
-if __name__ == "__main__":
-    unittest.main()

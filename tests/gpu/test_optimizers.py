@@ -4,9 +4,8 @@ import tempfile
 import unittest
 from importlib.util import find_spec
 
-import pytest
 import torch
-from common.gpu import report
+from common.gpu import needs_gpu, report
 from common.optimizers import state_bytes
 from common.real_heads import FAMILIES, REAL_HEADS
 from parameterized import parameterized
@@ -21,8 +20,7 @@ from transformers_packed.training.optimizers import arguments_for, class_and_kwa
 STEPS = 6
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class CudaOptimizersTest(unittest.TestCase):
     def setUp(self):
         directory = tempfile.TemporaryDirectory()
@@ -97,7 +95,3 @@ class CudaOptimizersTest(unittest.TestCase):
         difference = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
         report("gradient release", difference=difference, saved_MiB=(peaks[0] - peaks[1]) / 2**20)
         self.assertLess(difference, 1e-2)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -4,10 +4,9 @@ import copy
 import unittest
 from functools import cache
 
-import pytest
 import torch
 from common.fused import errors
-from common.gpu import report
+from common.gpu import needs_gpu, report
 from common.mixing_ops import BARS, AttentionCase, ConvCase, KimiCase, QkvCase, RuleCase, run_with_gradients
 from common.real_heads import FAMILIES, REAL_HEADS
 from common.trees import ROWS, documents_of, make_row
@@ -39,8 +38,7 @@ def make_batch() -> tuple[dict, list[int]]:
     return {name: x.cuda() for name, x in batch.items()}, [i for i, k in enumerate(order) if k < 3]
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class SharedPromptsTest(unittest.TestCase):
     def models(self, family):
         cls, config_class, options = FAMILIES[family]
@@ -134,8 +132,7 @@ def tree_errors(case, name, dtype, has_ancestors=True):
     return max(outputs), max(errors(actual[1:], expected[1:]))
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class TreesTest(unittest.TestCase):
     """Documents that continue others, to any depth. In levels, levels apart, and with states that tokens read."""
 
@@ -173,7 +170,3 @@ class TreesTest(unittest.TestCase):
             for i, line in enumerate(matrix):
                 for j, size in enumerate(line):
                     self.assertEqual(size != 0, i in depends[j], (i, j, size))
-
-
-if __name__ == "__main__":
-    unittest.main()

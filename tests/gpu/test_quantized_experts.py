@@ -7,9 +7,8 @@ import unittest
 from importlib.util import find_spec
 from unittest import mock
 
-import pytest
 import torch
-from common.gpu import synchronising_is_an_error
+from common.gpu import needs_gpu, synchronising_is_an_error
 from parameterized import parameterized
 
 from transformers_packed.models.experts import weights_of
@@ -35,8 +34,7 @@ def whole(weights: torch.Tensor) -> torch.Tensor:
     return weights.compute() if isinstance(weights, ExpertsIn4bit) else weights.dequantize()
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
 class CudaQuantizedExpertsTest(unittest.TestCase):
     def setUp(self):
@@ -117,7 +115,3 @@ class CudaQuantizedExpertsTest(unittest.TestCase):
         scale = torch.tensor([[3e-5]], device="cuda")
         found, expected = (dequantize_rows(values, scale, dtype, impl=impl) for impl in ("triton", "reference"))
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
-if __name__ == "__main__":
-    unittest.main()

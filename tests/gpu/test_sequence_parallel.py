@@ -431,7 +431,3 @@ class ParallelTrainingOnGpusTest(unittest.TestCase):
             self.assertLess(figures["grad_norms, first"], 1e-2)
             self.assertLess(figures["grad_norms, largest"], 5e-2)
             self.assertLess(found["losses"][-1], 0.9 * found["losses"][0])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -2,9 +2,8 @@
 
 import unittest
 
-import pytest
 import torch
-from common.gpu import report
+from common.gpu import needs_gpu, report
 from common.real_heads import FAMILIES, REAL_HEADS
 from mixins.model import gradients, packed_batch, relative_error, total_relative_error
 from parameterized import parameterized
@@ -14,8 +13,7 @@ from transformers import set_seed
 LENGTHS = (1, 64, 65, 130)
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class CudaTouchedModulesTest(unittest.TestCase):
     def model_and_batch(self, family: str):
         cls, config_class, options = FAMILIES[family]
@@ -76,7 +74,3 @@ class CudaTouchedModulesTest(unittest.TestCase):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         with self.assertRaisesRegex(ValueError, "^expected .*forward.*optimizer.step"):
             output.logits  # noqa: B018
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -8,9 +8,8 @@ from contextlib import redirect_stdout
 from importlib.util import find_spec
 from unittest import mock
 
-import pytest
 import torch
-from common.gpu import report
+from common.gpu import needs_gpu, report
 from common.real_heads import FAMILIES, REAL_HEADS
 from parameterized import parameterized
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -42,8 +41,7 @@ class Recorded(TrainerCallback):
         self.graphs = records_graphs(model.model)
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+@needs_gpu
 class CudaTrainerTest(unittest.TestCase):
     def trainer(self, **options):
         cls, config_class, sizes = FAMILIES["qwen3_5"]

@@ -18,7 +18,6 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from transformers_packed.models import experts, projections
-from transformers_packed.ops.terms import Adapter
 
 
 LINEARS = [
@@ -128,19 +127,6 @@ def unfused():
         mock.patch.object(experts, "_adapters_of", lambda module: (module, None)),
     ):
         yield
-
-
-def fused_without_reason():
-    """Read the adapters of LoRA layers that have to be called, as if all layers were plain."""
-
-    def adapters_of(layer):
-        return tuple(
-            Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
-            for name in layer.active_adapters
-            if name in layer.lora_A
-        )
-
-    return mock.patch.object(projections, "adapters_of", adapters_of)
 
 
 @contextlib.contextmanager

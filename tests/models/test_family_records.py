@@ -35,7 +35,7 @@ EXCEPTIONS = {
 
 def knowledge(source: str, sizes: set[str] = SIZES) -> set[str]:
     """Return the names of families, their classes and layer sizes that code uses, without docstrings."""
-    tree, found = ast.parse(source), set()
+    tree, found, known, prefixes = ast.parse(source), set(), sizes | TYPES, tuple(CLASSES)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             node.value.value = None
@@ -46,12 +46,12 @@ def knowledge(source: str, sizes: set[str] = SIZES) -> set[str]:
             words = set(re.split(r"[^\w-]+", node.value))
             if " " in node.value:
                 # Prose may speak of a size, but not of a class.
-                words -= sizes | TYPES
+                words -= known
         elif isinstance(node, ast.Name | ast.alias):
-            words = {getattr(node, "id", None) or node.name} - sizes - TYPES
+            words = {getattr(node, "id", None) or node.name} - known
         else:
             continue
-        found |= {word for word in words if word in sizes | TYPES or word.startswith(tuple(CLASSES))}
+        found |= {word for word in words if word in known or word.startswith(prefixes)}
     return found
 
 

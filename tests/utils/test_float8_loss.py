@@ -58,15 +58,14 @@ class Float8LossTest(unittest.TestCase):
         self.assertEqual(np.concatenate(sum(rows, [])).tolist(), list(range(16)))
 
     def test_two_steps_and_merging(self):
-        names = ("first", "again", "other")
-        runs = [self.train(name, "--order", order)["runs"][0] for name, order in zip(names, "001", strict=True)]
+        names = ("first", "other")
+        runs = [self.train(name, "--order", order)["runs"][0] for name, order in zip(names, "01", strict=True)]
         for entry in runs:
             self.assertEqual([len(entry[key]) for key in ("loss", "gradient_norm")], [2, 2])
             self.assertAlmostEqual(entry["mean_loss_of_last_steps"], sum(entry["loss"]) / 2, places=4)
             # Close to a uniform distribution over the vocabulary.
             self.assertLess(abs(entry["held_out_loss"] - np.log(512)), 0.3)
-        self.assertEqual(runs[0]["loss"], runs[1]["loss"])
-        self.assertNotEqual(runs[0]["loss"], runs[2]["loss"])
+        self.assertNotEqual(runs[0]["loss"], runs[1]["loss"])
         merged = run(self.folder / "merged", "--merge", *(str(self.folder / name) for name in names))
         self.assertEqual(merged["runs"], runs)
 

@@ -1,7 +1,5 @@
 import contextlib
 import io
-import json
-import shutil
 import sys
 import tempfile
 import textwrap
@@ -203,17 +201,3 @@ class ProofTest(unittest.TestCase):
             },
         )
         self.assertEqual(run.reproduction, "1\nZeroDivisionError: division by zero")
-
-    @pytest.mark.slow
-    def test_all(self):
-        """Run the command of `make test-upstream`."""
-        with tempfile.TemporaryDirectory() as folder:
-            # The command keeps the introduction of the page.
-            page = Path(shutil.copy(upstream_patch.PAGE, folder))
-            self.enterContext(mock.patch.object(upstream_patch, "PAGE", page))
-            self.assertEqual(upstream_patch.main(["--prove", "--together", "--output", folder]), 0)
-            for name in NAMES:
-                self.assertIn("all", Path(folder, name, "README.md").read_text())
-                self.assertEqual(
-                    set(json.loads(Path(folder, name, "proof.json").read_text())), {"of", "before", "after"}
-                )

@@ -1,7 +1,7 @@
 import unittest
 
 from common.families import tiny_config
-from mixins.model import PackedModelTesterMixin, PackedVariantTesterMixin
+from mixins.model import PackedVariantTesterMixin
 from mixins.padding import PackedPaddingRouterTesterMixin, PackedPaddingTesterMixin
 from transformers.models.bailing_hybrid import modeling_bailing_hybrid as builtin
 
@@ -22,7 +22,7 @@ class BailingHybridModelTest(PackedPaddingTesterMixin, PackedVariantTesterMixin,
         return tiny_config("bailing_hybrid", **SIZES, mlp_layer_types=["dense"] * 2, kda_safe_gate=False)
 
 
-class BailingHybridMoeModelTest(PackedPaddingRouterTesterMixin, PackedModelTesterMixin, unittest.TestCase):
+class BailingHybridMoeModelTest(PackedPaddingRouterTesterMixin, PackedVariantTesterMixin, unittest.TestCase):
     """A dense layer and a mixture, and a bound for the decay, as in released checkpoints."""
 
     builtin_class = builtin.BailingHybridForCausalLM

@@ -1,6 +1,6 @@
 import unittest
 
-from mixins.model import PackedModelTesterMixin
+from mixins.model import PackedModelTesterMixin, PackedVariantTesterMixin
 from mixins.padding import PackedPaddingTesterMixin
 from mixins.shared_code import SharedModelTesterMixin
 from mixins.vision import TEXT, TINY, PackedVisionTesterMixin, vision_config
@@ -26,7 +26,9 @@ class Qwen3_5ModelTest(
     get_config = staticmethod(tiny_config)
 
 
-class Qwen3_5VisionTest(PackedPaddingTesterMixin, PackedVisionTesterMixin, PackedModelTesterMixin, unittest.TestCase):
+class Qwen3_5VisionTest(
+    PackedPaddingTesterMixin, PackedVisionTesterMixin, PackedVariantTesterMixin, unittest.TestCase
+):
     builtin_class = builtin.Qwen3_5ForConditionalGeneration
     packed_class = packed.Qwen3_5ForConditionalGeneration
 
