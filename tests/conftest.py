@@ -47,6 +47,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
+def pytest_collection_finish(session):
+    """Start the server of processes while nothing is registered or patched yet."""
+    if "common.processes" in sys.modules and not session.config.option.collectonly:
+        sys.modules["common.processes"].start_server()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def frozen_heap():
     """Exclude the objects of imported packages from the garbage collection at each start of Trainer."""

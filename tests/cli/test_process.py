@@ -77,7 +77,12 @@ def start(folder, *command, **variables):
     for name in ("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "TRITON_INTERPRET"):
         environment.pop(name, None)
     options = {"cwd": folder, "env": environment | variables, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, *command], text=True, **options)
+    # Processes in the background of a shell ignore the signal, and their children would.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen([sys.executable, *command], text=True, **options)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run(folder, *command, **variables):

@@ -509,9 +509,8 @@ class CommandTest(unittest.TestCase):
         [
             (family, *given)
             for family, *given in (
-                ("olmo_hybrid", "--lora"),
+                ("olmo_hybrid",),
                 ("kimi_linear", "--lora", "--experts"),
-                ("bailing_hybrid",),
             )
             if family in OTHERS
         ],
@@ -659,8 +658,11 @@ class CommandTest(unittest.TestCase):
     @parameterized.expand(
         [
             ("full", [], {}),
-            ("4_bit", ["--lora", "--experts", "--load-in-4bit"], {"model": "mixture"}),
-            ("torchao", ["--optim=adamw_torch_4bit"], {"model": "mixture"}),
+            (
+                "4_bit",
+                ["--lora", "--experts", "--load-in-4bit", "--optim=adamw_torch_4bit"],
+                {"model": "mixture"},
+            ),
         ]
     )
     def test_resume(self, _, arguments, where):

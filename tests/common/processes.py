@@ -1,11 +1,16 @@
 """Run functions in several processes that form a group, and scripts in one or more processes. Also rows to shard.
 
-The processes are forks of a server with all imports done, so they pay no import time.
+The processes are forks of a server with all imports done, so they pay no import time. The server is itself a fork of the
+tests' process, as it is between the imports and the first test.
 """
 
 import gc
+import itertools
+import logging
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.process
+import multiprocessing.util
 import os
 import runpy
 import socket
@@ -13,6 +18,7 @@ import sys
 import tempfile
 from datetime import timedelta
 from functools import cache
+from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import NamedTuple
@@ -29,21 +35,21 @@ TIMEOUT = timedelta(seconds=45)
 GPU_TIMEOUT = timedelta(seconds=240)
 
 TESTS = Path(__file__).resolve().parents[1]
-# The imports of the server. conftest.py is first, because it hides packages from the modeling files.
-multiprocessing.set_forkserver_preload(
-    [
-        "conftest",
-        "mixins.vision",
-        "transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe",
-        "transformers_packed.training.trainer",
-        "torch.distributed.tensor",
-        "torch.testing",
-        "trl.trainer.dpo_trainer",
-        "trl.trainer.grpo_trainer",
-        "trl.trainer.sft_trainer",
-        "common.modeling_files",
-    ]
+# What the processes import, besides what the files with the tests do.
+IMPORTS = (
+    "mixins.vision",
+    "transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe",
+    "transformers_packed.training.trainer",
+    "torch.distributed.tensor",
+    "torch.testing",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.grpo_trainer",
+    "trl.trainer.sft_trainer",
+    "common.modeling_files",
 )
+# A fork of a process that has found a GPU cannot use it, so there the server imports everything anew.
+# conftest.py is first, because it hides packages from the modeling files.
+multiprocessing.set_forkserver_preload(["conftest", *IMPORTS] if torch.cuda.is_available() else [])
 
 # Environment variables that make accelerate shard without GPUs.
 FSDP_ON_CPU = {
@@ -81,12 +87,25 @@ def run_processes(function, processes: int, *args, backend: str = "gloo") -> lis
 
     With the backend `"nccl"` each process has its own GPU.
     """
-    _start_server()
+    start_server()
     with tempfile.TemporaryDirectory() as folder:
         # Imports before a fork may have initialized CUDA, which then fails in the child.
         start = "spawn" if backend == "nccl" else "forkserver"
         mp.start_processes(_run, (function, processes, folder, args, backend), processes, start_method=start)
         return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(processes)]
+
+
+def start_process(function, *args) -> multiprocessing.process.BaseProcess:
+    """Start `function(*args)` of a module in a process of its own."""
+    start_server()
+    process = multiprocessing.get_context("forkserver").Process(target=_call, args=(function, *args))
+    process.start()
+    return process
+
+
+def _call(function, *args) -> None:
+    _begin()
+    function(*args)
 
 
 def run_once(function, processes: int, *args, backend: str = "gloo") -> list:
@@ -138,7 +157,7 @@ def run_script(
     `folder` is the working directory, `variables` are environment variables. Processes start with the imports of the
     server, and with nothing registered or patched.
     """
-    _start_server()
+    start_server()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | variables
     if processes > 1:
         with socket.socket() as free:
@@ -198,8 +217,33 @@ def _begin() -> None:
     gc.freeze()
 
 
-def _start_server() -> None:
-    """Start the server with the test modules on its path and without network access."""
-    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}):
+def start_server() -> None:
+    """Start the server without network access, if it does not run. conftest.py calls this before the first test."""
+    if torch.cuda.is_available():
+        paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}):
+            forkserver.ensure_running()
+        return
+    for name in IMPORTS:
+        import_module(name)
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork):
         forkserver.ensure_running()
+
+
+def _fork(path, arguments: list[str], files: list[int]) -> int:
+    """Run the Python code that ends `arguments` in a fork that keeps only these open files. Return its process id."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        # pytest captures what goes to its own streams, in files that are closed here.
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        for handler in [reference() for reference in logging._handlerList]:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(sys.stderr)
+        bounds = [2, *sorted(files), os.sysconf("SC_OPEN_MAX")]
+        for before, after in itertools.pairwise(bounds):
+            os.closerange(before + 1, after)
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)

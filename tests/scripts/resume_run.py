@@ -1,15 +1,13 @@
 """A tiny training run over packed rows that logs the documents of every step and resumes from its newest checkpoint.
 
 The tests start it in separate processes, kill them, and start it again. Also a script: `resume_run.py SPEC_AS_JSON`
-for torchrun stops and resumes once, and `resume_run.py serve` forks a run for each line of its input.
+for torchrun stops and resumes once.
 """
 
-import gc
 import json
 import os
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -170,31 +168,8 @@ def trajectory(spec: dict, rank: int = 0) -> dict[int, list]:
     return dict(sorted(steps.items()))
 
 
-def serve() -> None:
-    """Fork a run for each spec on stdin. Print its process id, and its exit status at the end."""
-    gc.freeze()
-    for line in iter(sys.stdin.readline, "stop\n"):
-        process = os.fork()
-        if not process:
-            # Keep the output of Trainer out of the answers.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            status = 1
-            try:
-                run(json.loads(line))
-                status = 0
-            finally:
-                if status:
-                    traceback.print_exc()
-                os._exit(status)
-        print(process, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve()
-    else:
-        spec = json.loads(sys.argv[1])
-        run(spec)
-        spec.pop("stop")
-        run(spec)
+    spec = json.loads(sys.argv[1])
+    run(spec)
+    spec.pop("stop")
+    run(spec)

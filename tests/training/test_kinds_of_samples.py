@@ -13,13 +13,9 @@ MODES = {"auto": ("auto", None), "padding_free": ("padding_free", None), "pack":
 CASES = [
     ("rows", "plain", "auto"),
     ("rows", "kind", "pack"),
-    ("rows", "kind", "padding_free"),
-    ("trees", "plain", "pack"),
     ("trees", "kind", "auto"),
     ("groups", "plain", "padding_free"),
-    ("groups", "kind", "pack"),
     ("masks", "plain", "pack"),
-    ("masks", "kind", "auto"),
 ]
 
 
@@ -44,18 +40,17 @@ class KindsTest(ConfigureTestCase):
         # Who has rows does not plan them.
         self.assertEqual(isinstance(want, str), (kind, mode) == ("rows", "pack"), want)
 
-    @parameterized.expand([("rows", "plain"), ("masks", "kind")])
-    def test_evaluation_of_documents(self, kind, first):
+    def test_evaluation_of_documents(self):
         def count(prediction):
             return {"documents": len(prediction.predictions)}
 
         for make in (filled, table):
-            found = self.outcome(make(kind, first), "padding_free", count, include_for_metrics=[])
-            self.assertEqual(found[2], {"rows": 5, "masks": 3}[kind])
+            found = self.outcome(make("rows", "plain"), "padding_free", count, include_for_metrics=[])
+            self.assertEqual(found[2], 5)
 
-    @parameterized.expand([("rows", "plain"), ("trees", "kind"), ("groups", "plain")])
+    @parameterized.expand([("rows", "plain"), ("trees", "kind")])
     def test_columns_that_trainer_would_remove(self, kind, first):
         want, *got = (self.outcome(make(kind, first), "auto", remove_unused_columns=True) for make in (listed, table))
         self.assertEqual(got, [want])
-        column = {"rows": "seq_lengths", "trees": "turns", "groups": "answers"}[kind]
+        column = {"rows": "seq_lengths", "trees": "turns"}[kind]
         self.assertIn(f"remove_unused_columns=True, which removes the column {column}", want)

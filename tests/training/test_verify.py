@@ -225,11 +225,11 @@ class QuietTest(VerifyTestCase):
         words = "evaluation of 3 documents and 29 targets is complete" if metrics else "loss "
         self.check_quiet(trainer, words)
 
-    @parameterized.expand(["own_rows", "own_stream", "packed_stream", "model_init", "sample_mean"])
+    @parameterized.expand(["own_stream", "packed_stream", "model_init", "sample_mean"])
     def test_data_and_models(self, kind):
         stream = Dataset.from_list(Samples(24).rows).to_iterable_dataset()
         options = {"packing": True, "max_length": 128} if kind == "packed_stream" else {}
-        datasets = {"own_stream": Stream(), "packed_stream": stream, "own_rows": PackingDataset(Samples(24), 128)}
+        datasets = {"own_stream": Stream(), "packed_stream": stream}
         trainer = self.trainer(dataset=datasets.get(kind) or Samples(24))
         if kind == "model_init":
             trainer.model_init = lambda: AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
@@ -237,7 +237,7 @@ class QuietTest(VerifyTestCase):
             set_loss_normalization(trainer, "sample")
         self.check_quiet(trainer, **options)
 
-    @parameterized.expand(["qwen3_next_moe", "llama", "gpt_oss", "qwen4_exp"])
+    @parameterized.expand(["qwen3_next_moe", "gpt_oss"])
     def test_other_models(self, kind):
         config = CONFIGS[kind]() if kind in CONFIGS else tiny_config(kind)
         config.output_router_logits = kind == "qwen3_next_moe"
@@ -365,7 +365,7 @@ class DPOTests(VerifyTestCase):
         kinds = {"ref_model": copy.deepcopy(model), "processing_class": tokens}
         return DPOTrainer(model, args=args, train_dataset=Dataset.from_list(pairs), **kinds)
 
-    @parameterized.expand([("dpo", False), ("dpo", True), ("kto", True), ("grpo", False)])
+    @parameterized.expand([("dpo", True), ("kto", True), ("grpo", False)])
     def test_preferences(self, kind, share):
         tokens = make_tokenizer()
         args = {**SGD, **STEP, "per_device_train_batch_size": 4}

@@ -9,6 +9,7 @@ import tempfile
 import unittest
 from unittest import mock
 
+import pytest
 import torch
 from common.launches import specializations
 from common.processes import run_once
@@ -320,6 +321,7 @@ class TrainerTest(KernelsTestCase):
         for a, b in zip(trainer.state.log_history[:2], other.state.log_history[:2], strict=True):
             self.assertEqual([a[key] for key in keys], [b[key] for key in keys])
 
+    @pytest.mark.slow
     def test_a_resumed_run_does_it_too(self):
         self.train(self.build(save_strategy="steps", save_steps=1))
         self.events.clear()

@@ -61,9 +61,8 @@ class ResumedPlanTest(ConfigureTestCase):
         whole.train()
         for steps in (3, 6):
             self.start(steps, batch=1, accumulation=4)
-            for batch, accumulation in ((2, 2), (4, 1)):
-                resumed = self.resume(batch=batch, accumulation=accumulation)
-                self.assertEqual(resumed.steps, {at: whole.steps[at] for at in range(steps, 9)})
+            resumed = self.resume(batch=2, accumulation=2)
+            self.assertEqual(resumed.steps, {at: whole.steps[at] for at in range(steps, 9)})
 
     def refused(self, message, **options):
         with self.assertRaisesRegex(ValueError, message):
