@@ -156,29 +156,6 @@ def test_different_losses_fail(tmp_path, monkeypatch, capsys):
     assert "FAILED: the losses of the two arms differ" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["demo", "--batch-size", "2.5"], "argument --batch-size: expected a whole number"),
-        ([], "the following arguments are required: command"),
-    ],
-)
-def test_wrong_flags(arguments, message, capsys):
-    with pytest.raises(SystemExit) as exit:
-        cli.main(arguments)
-    assert exit.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_ctrl_c(monkeypatch, capsys):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "run", interrupted)
-    assert cli.main(["demo"]) == 130
-    assert capsys.readouterr().err == "transformers-packed demo: interrupted\n"
-
-
 def test_no_picture_without_matplotlib(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     monkeypatch.setattr(demo, "prepare_samples", lambda *args: None)

@@ -152,36 +152,12 @@ class BlocksTest(unittest.TestCase):
                 opened = re.findall(r"^ *```\w+", text, re.M)
                 self.assertEqual(len(list(pages.blocks(text))), len(opened))
 
-    def test_lines_and_indentation(self):
-        found = list(pages.blocks(self.TEXT))
-        self.assertEqual([block.line for block in found], [2, 10])
-        self.assertEqual(found[1].code, "a += 1\nb = a / (a - 2)\n")
-
-    def test_a_reason_belongs_to_the_next_fence(self):
-        text = f"<!-- not run: needs two GPUs -->\n{self.TEXT}"
-        self.assertEqual([block.not_run for block in pages.blocks(text)], ["needs two GPUs", None])
-
     def test_a_block_that_fails_is_named_by_its_line(self):
         try:
             pages.run_blocks("page.md", self.TEXT)
         except ZeroDivisionError as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
         self.assertEqual((last.filename, last.lineno), ("page.md", 11))
-
-    def test_commands(self):
-        for command, wrong in (
-            ("transformers-packed train --model m --data chats.jsonl --output tuned", None),
-            ("transformers-packed train --model m --dataset chats.jsonl --output tuned", "required: --data"),
-            ("torchrun --no-python --nproc_per_node 2 transformers-packed trian", "invalid choice"),
-            ("CUDA_VISIBLE_DEVICES=0 python examples/trainer.py --max-steps 2", None),
-            ("accelerate launch --config_file examples/fsdp3.yaml train.py", "no examples/fsdp3.yaml"),
-            ("make demo PYTHON=python3.12", None),
-            ("make dmo", "no target dmo"),
-            ("pip install flash-qla", None),
-        ):
-            with self.subTest(command=command):
-                found = wrong_with(shlex.split(command))
-                self.assertIsNone(found) if wrong is None else self.assertIn(wrong, found or "")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class TrainerTest(ConfigureTestCase):
             self.assertLess(abs(got - want) / want, 1e-5)
         self.assertLess(total_relative_error(got_updates, updates), bar)
 
-    @parameterized.expand(sorted(CONFIGS.keys() - {"qwen3_next"}))
+    @parameterized.expand(sorted(CONFIGS.keys() - {"qwen3_next", "olmo_hybrid"}))
     def test_packed_updates_equal_padded_updates(self, family):
         """Steps of SGD with accumulation over unequal rows. The loss is a mean over the tokens of a step."""
         *padded, _ = train("padded", family, self.directory)

@@ -114,11 +114,7 @@ class PackedTrainerTest(TrainerTestCase):
             self.assertAlmostEqual(found, expected, places=5)
 
     @parameterized.expand(
-        [
-            ("default", {}),
-            ("position_ids", {}),
-            ("padding", {"return_flash_attn_kwargs": True, "pad_to_multiple_of": 16, "pad_token_id": 0}),
-        ]
+        [("default", {}), ("padding", {"return_flash_attn_kwargs": True, "pad_to_multiple_of": 16, "pad_token_id": 0})]
     )
     def test_metrics_get_a_document_per_row(self, name, options):
         seen = []
@@ -138,8 +134,7 @@ class PackedTrainerTest(TrainerTestCase):
             self.assertTrue((logits[length:] == -100).all() and (labels[length:] == -100).all())
             self.assertEqual(labels[1:length].tolist(), row["labels"][1:])
 
-    @parameterized.expand([(False,), (True,)])
-    def test_metrics_get_the_inputs_of_the_documents(self, batch_eval_metrics):
+    def test_metrics_get_the_inputs_of_the_documents(self):
         """With `include_for_metrics=["inputs"]`, tokens align with the labels and predictions of their documents."""
         seen = []
 
@@ -147,13 +142,13 @@ class PackedTrainerTest(TrainerTestCase):
             seen.append(prediction)
             return {}
 
-        args = self.args(include_for_metrics=["inputs"], batch_eval_metrics=batch_eval_metrics)
+        args = self.args(include_for_metrics=["inputs"], batch_eval_metrics=True)
         trainer = self.build(args=args, compute_metrics=compute_metrics)
         trainer.evaluate()
-        self.assertEqual(len(seen), 3 if batch_eval_metrics else 1)
+        self.assertEqual(len(seen), 3)
         rows = iter(Samples(8).rows)
         for prediction in seen:
-            inputs = prediction.inputs["input_ids"] if batch_eval_metrics else prediction.inputs
+            inputs = prediction.inputs["input_ids"]
             self.assertEqual(inputs.shape, prediction.label_ids.shape)
             for tokens in inputs.tolist():
                 length = len(expected := next(rows)["input_ids"])
@@ -174,10 +169,9 @@ class EvaluationTest(TrainerTestCase):
         expected = trainer.evaluate()["eval_loss"]
         self.assertAlmostEqual(trainer.evaluate(Stream())["eval_loss"], expected, places=5)
 
-    @parameterized.expand([(None,), (64,)])
-    def test_padding_of_a_classifier_is_no_sample(self, multiple):
+    def test_padding_of_a_classifier_is_no_sample(self):
         samples = [{"input_ids": [n] * n, "labels": n % 2} for n in range(2, 12)]
-        options = {"return_cu_seqlens": True, "pad_to_multiple_of": multiple, "pad_token_id": 0, "on_leak": "ignore"}
+        options = {"return_cu_seqlens": True, "pad_to_multiple_of": 64, "pad_token_id": 0, "on_leak": "ignore"}
         seen = []
         trainer = self.build(
             model=patch_model(AutoModelForSequenceClassification.from_config(CONFIGS["qwen3_5"]())),
@@ -215,7 +209,6 @@ class Float8Test(TrainerTestCase):
     @parameterized.expand(
         [
             ("model_init", {"packing": True, "max_length": 128}, "^Packing on: .*; linear layers train in float8$"),
-            ("model", {}, "^Padding-free on: .*; linear layers train in float8$"),
             (
                 "model",
                 {"padding_free": False},

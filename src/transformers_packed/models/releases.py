@@ -107,12 +107,18 @@ def _new_arguments(builtin: type, ours: type) -> list[str]:
         if not isinstance(original, FunctionType) or not original.__module__.startswith("transformers."):
             continue
         if isinstance(method, FunctionType):
-            known = inspect.signature(method).parameters
-            new = [x for x, p in inspect.signature(original).parameters.items() if p.kind not in _VARIABLE]
-            # A method with `*args`, such as a wrapper that somebody has put around it, passes all arguments on.
-            if not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in known.values()):
-                found += [f"argument {x} of {builtin.__name__}.{name}" for x in new if x not in known]
+            found += [f"argument {x} of {builtin.__name__}.{name}" for x in _unknown_arguments(original, method)]
     return found
+
+
+@cache
+def _unknown_arguments(original: FunctionType, method: FunctionType) -> list[str]:
+    """Return the arguments of a method that another one does not have. Each call of `patch_model` asks for all methods."""
+    known = inspect.signature(method).parameters
+    # A method with `*args`, such as a wrapper that somebody has put around it, passes all arguments on.
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in known.values()):
+        return []
+    return [x for x, p in inspect.signature(original).parameters.items() if p.kind not in _VARIABLE and x not in known]
 
 
 def _check(names: list[str], has: str, verb: str) -> None:

@@ -133,8 +133,9 @@ def _attributes(name: str, module: torch.nn.Module, cls: type[torch.nn.Module]) 
     """
     own, old = vars(module), type(module)
     for key, value in own.items():
-        replaced = getattr_static(old, key, None) is not getattr_static(cls, key, None)
-        if replaced and callable(value) and key != "forward":
+        if key == "forward" or not callable(value):
+            continue
+        if getattr_static(old, key, None) is not getattr_static(cls, key, None):
             raise _set_before(name, old, key)
     if "forward" not in own or old.forward is cls.forward:
         return {}

@@ -393,7 +393,7 @@ class PlanTest(unittest.TestCase):
         self.assertEqual(plan.needed, (8, 1, 1))
         self.assertEqual(plan_sequence_parallel(Qwen3_5TextConfig(**SIZES["4B"]), 2**17, 8, 48).needed, (None, 2, 1))
 
-    @parameterized.expand([(16, 0), (80, 0), (80, 16)])
+    @parameterized.expand([(16, 0), (80, 16)])
     def test_as_few_checkpointed_layers_as_fit(self, memory, rank):
         config = Qwen3_5TextConfig(**SIZES["4B"])
         plan = plan_sequence_parallel(config, 2**16, 8, memory, lora_rank=rank)
