@@ -20,6 +20,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton"):
         from common import interpreter  # noqa: F401
+    # Each seed would note the stack of its caller for devices that may be used later, which takes milliseconds.
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 
 
 # Stock classes use flash-linear-attention whenever it can be imported, even for CPU tensors, where it crashes. They

@@ -255,7 +255,6 @@ class ModelTest(unittest.TestCase):
     @parameterized.expand(
         [
             ("bamba", "modules that mix along the row compute it with the ops of this package"),
-            ("zaya", "modules that mix along the row run on each document"),
             (
                 "opt",
                 "the base model computes the documents as padded batches, because its attention mask ignores position ids",

@@ -73,7 +73,7 @@ class PlansTest(unittest.TestCase):
         return self.collator([row])["input_ids"].numel()
 
     @given(elements=elements(), room=st.integers(0, 20))
-    @settings(deadline=None, max_examples=40)
+    @settings(deadline=None, max_examples=20)
     def test_rows_of_any_trees(self, elements, room):
         """Each sample is in one row, and no collated row has more than max_length tokens."""
         samples = numbered(elements)
@@ -183,13 +183,12 @@ class PlansTest(unittest.TestCase):
 
 
 class TrainingTest(unittest.TestCase):
-    @parameterized.expand([*PACKERS])
-    def test_loss_and_gradients(self, name):
+    def test_loss_and_gradients(self):
         """Those of the same trees collated by hand, and of all nodes as whole documents."""
         model = make_model()
         collator = DataCollatorWithFlattening(model=model, return_cu_seqlens=True)
         samples = [sample for sample in SAMPLES if "input_ids" in sample]
-        rows = PACKERS[name](numbered(samples), 20)
+        rows = PACKERS["planned"](numbered(samples), 20)
         self.assertGreater(len(rows), 2)
         for row in rows:
             plain, batch = [samples[number] for number in numbers_in([row])[0]], collator([row])

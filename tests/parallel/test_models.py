@@ -20,7 +20,7 @@ from transformers_packed.models.qwen3_next import modeling_qwen3_next
 from transformers_packed.parallel import RowShard, SequenceParallel, shard_batch
 
 
-LAYERS = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 
 def make_model(name):

@@ -94,7 +94,7 @@ def check_same(case, packed, padded, **options) -> None:
 
 
 class OwnTrainerTest(BatchesTestCase):
-    @parameterized.expand([(Draws,), (Trainer,), (Library,)])
+    @parameterized.expand([(Draws,), (Library,)])
     def test_trains_as_padded(self, kind):
         check_same(self, self.own(kind), self.own(kind))
 

@@ -273,7 +273,7 @@ class ReasonsTest(ConfigureTestCase):
             table = Dataset.from_list(list(dataset)[::-1]).select(range(len(dataset))[::-1])
             for samples in (dataset, table):
                 # In every mode, because the Trainer alone would train on other samples. It keeps those of planned rows.
-                for mode in ("auto", "padding_free", False, *([True] if name == "seq_lengths" else [])):
+                for mode in ("auto", False, *([True] if name == "seq_lengths" else [])):
                     with self.assertRaisesRegex(ValueError, f"{message} {name}"):
                         configure_packing(self.trainer(dataset=samples), mode, 128 if mode is True else None)
         for samples in ([flat, tree] * 3, [group] * 6):

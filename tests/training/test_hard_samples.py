@@ -63,7 +63,7 @@ class HardSamplesTest(ConfigureTestCase):
         for loss, other in zip(losses, expected, strict=True):
             self.assertLess(abs(loss - other) / other, 1e-5)
 
-    @parameterized.expand(["truncate", "split", "drop"])
+    @parameterized.expand(["split", "drop"])
     def test_samples_that_are_too_long(self, overlong):
         # Elsewhere: splitting over rows gives NaN.
         rows = [*HARD, *Samples(12).rows]

@@ -166,7 +166,7 @@ class LigerTest(LigerTestCase):
             self.assertLess(abs(entry["loss"] - other["loss"]) / other["loss"], 1e-5)
         self.assertLess(total_relative_error(got, want), bar)
 
-    @parameterized.expand([("qwen3_5", 1e-6), ("qwen3_next_moe", 1e-4)])
+    @parameterized.expand([("qwen3_next_moe", 1e-4)])
     def test_the_same_training(self, family, bar):
         """A registered model in the stock Trainer: Liger's norms, MLPs and experts run without changing the result."""
         results, losses = [], []

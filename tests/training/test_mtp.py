@@ -135,7 +135,7 @@ class StepTest(ConfigureTestCase):
             self.assertRaisesRegex(ValueError, "another, which left it out", trainer.train)
 
     @parameterized.expand(
-        [("ddp", {}), ("fsdp", FSDP_ON_CPU | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}), ("sequence_parallel", {})]
+        [("fsdp", FSDP_ON_CPU | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}), ("sequence_parallel", {})]
     )
     def test_two_processes(self, kind, variables):
         """The denominator counts the targets of all processes, and the saved head is whole."""

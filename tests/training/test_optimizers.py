@@ -99,8 +99,8 @@ class ProcessesTest(unittest.TestCase):
         self.assertEqual(run_once(apart, 2, 0.0), [0.0, 0.0])
         self.assertGreater(run_once(apart, 2, 0.5)[0], 0)
 
-    @pytest.mark.slow
     @parameterized.expand(SHARDED)
+    @pytest.mark.slow
     def test_what_does_not_take_parts_of_weights(self, name):
         for error in run_once(error_with_fsdp2, 2, name):
             self.assertRegex(

@@ -63,9 +63,11 @@ class SetupTestCase(ConfigureTestCase):
 
 
 class OverriddenTest(SetupTestCase):
-    @parameterized.expand(
-        [*((name, "class") for name in DEPENDENT), ("compute_loss", "instance"), ("evaluate", "wrapped")]
-    )
+    def test_what_rows_depend_on(self):
+        for name in DEPENDENT:
+            self.assertEqual(Facts.of(self.own(name, "class"), Options()).own, [name])
+
+    @parameterized.expand([("training_step", "class"), ("compute_loss", "instance"), ("evaluate", "wrapped")])
     def test_auto_leaves_it_alone(self, name, how):
         trainer = self.own(name, how)
         self.assertEqual(Facts.of(trainer, Options()).own, [name])
@@ -75,7 +77,7 @@ class OverriddenTest(SetupTestCase):
         output, _ = said(configure_packing, trainer, "padding_free")
         self.assertIn(f"; trusted to work on packed rows: {name}\n", output)
 
-    @parameterized.expand([("prediction_step", "class"), ("create_optimizer", "instance"), ("log", "class")])
+    @parameterized.expand([("create_optimizer", "instance"), ("log", "class")])
     def test_no_row_depends_on_it(self, name, how):
         trainer = self.own(name, how)
         self.assertIn("Padding-free on", said(configure_packing, trainer)[0])
@@ -117,9 +119,7 @@ class UndoTest(SetupTestCase):
             "classes": [type(module) for module in trainer.model.modules()],
         }
 
-    @parameterized.expand(
-        [("auto", {}), ("padding_free", {}), ("pack", {"max_length": 128}), ("off", {"float8": True})]
-    )
+    @parameterized.expand([("padding_free", {}), ("pack", {"max_length": 128}), ("off", {"float8": True})])
     def test_decide_changes_nothing_and_undo_undoes(self, packing, options):
         trainer = self.trainer(dataset=Samples(24))
         before = self.state(trainer)

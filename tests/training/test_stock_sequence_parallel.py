@@ -266,7 +266,6 @@ ARMS = {
     "sft, lora": ("sft", True, (("tuning", "lora"),)),
     "sft, packed by TRL": ("sft", "auto", (("packing", True), ("max_length", ROW))),
     "sft, completions": ("completions", True, ()),
-    "sft, experts": ("sft", True, (("family", "qwen3_next_moe"),)),
 }
 
 

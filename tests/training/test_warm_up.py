@@ -215,7 +215,7 @@ class StateTest(KernelsTestCase):
             self.assertIsNone(module.start_compiling(tiny_config("llama"), torch.device("cpu"), torch.bfloat16))
         self.assertEqual(calls, [])
 
-    @parameterized.expand([("vision",), ("mamba2",), ("bloom",), ("classifier",)])
+    @parameterized.expand([("vision",), ("mamba2",), ("classifier",)])
     def test_other_models(self, kind):
         with quiet(), contextlib.redirect_stderr(io.StringIO()):
             if kind == "vision":
@@ -439,8 +439,8 @@ def shard_and_train(compiles):
 
 
 class ProcessesTest(unittest.TestCase):
-    @parameterized.expand([("ddp", 1), ("sequence parallel", 2)])
-    def test_training_is_the_same_afterwards(self, _, size):
+    def test_training_is_the_same_afterwards(self):
+        size = 2
         expected, found = (run_once(train_in_processes, 2, size, compiles) for compiles in (False, True))
         for without, with_it in zip(expected, found, strict=True):
             self.assertEqual(without[3], [])
