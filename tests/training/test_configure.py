@@ -18,7 +18,7 @@ from mixins.patch import ours
 from parameterized import parameterized
 from scripts.configured_arms import MAX_LENGTH, STEPS, configure, tokenizer
 from scripts.trainer_arms import Samples, collate_padded, run_in_two_processes, updates_and_log
-from transformers import AutoModelForCausalLM, trainer_callback
+from transformers import AutoModelForCausalLM
 
 from transformers_packed import IterablePackingDataset, configure_packing, pack_dataset
 from transformers_packed.audit.tiny import tiny_config
@@ -278,17 +278,3 @@ class SetUpTest(ConfigureTestCase):
         said(configure_packing, trainer)
         with self.assertRaisesRegex(ValueError, r"config.get_text_config\(\).use_cache=True"):
             trainer.train()
-
-
-class ReportedTest(ConfigureTestCase):
-    def test_reporters_see_the_figures(self):
-        seen = []
-
-        class Reporter(trainer_callback.TrainerCallback):
-            def on_log(self, args, state, control, logs=None, **kwargs):
-                seen.append(dict(logs))
-
-        trainer = self.trainer(args={"max_steps": 2, "logging_steps": 1}, callbacks=[Reporter()])
-        said(configure_packing, trainer)
-        said(trainer.train)
-        self.assertEqual(len([logs for logs in seen if set(logs) >= FIGURES]), 2)

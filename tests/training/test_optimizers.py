@@ -24,7 +24,6 @@ from transformers_packed.training.optimizers import arguments_for, class_and_kwa
 
 # Weights with quantized moments, also of half of a weight.
 LARGE = {"hidden_size": 128, "intermediate_size": 512}
-SHARDED = [name for name, package in (("torchao", "torchao"), ("bitsandbytes", "bitsandbytes")) if find_spec(package)]
 
 
 def model_in_bfloat16(**options):
@@ -60,17 +59,6 @@ def apart(dropout: float) -> float:
     return largest
 
 
-def error_with_fsdp2(name: str) -> str:
-    cls = {"torchao": "torchao.optim.AdamW8bit", "bitsandbytes": "bitsandbytes.optim.AdamW8bit"}[name]
-    try:
-        # With the kernels of earlier runs, which other processes compiled for parts of other sizes, the error is another.
-        with torch._inductor.config.patch(force_disable_caches=True):
-            steps("fsdp2", cls=cls)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 class ArgumentsTest(unittest.TestCase):
     @parameterized.expand(OPTIMIZERS)
     def test_what_a_trainer_gets(self, name):
@@ -98,11 +86,3 @@ class ProcessesTest(unittest.TestCase):
         """Weights stay equal while both processes draw the same random numbers, so not with dropout."""
         self.assertEqual(run_once(apart, 2, 0.0), [0.0, 0.0])
         self.assertGreater(run_once(apart, 2, 0.5)[0], 0)
-
-    @parameterized.expand(SHARDED)
-    @pytest.mark.slow
-    def test_what_does_not_take_parts_of_weights(self, name):
-        for error in run_once(error_with_fsdp2, 2, name):
-            self.assertRegex(
-                error, {"torchao": "NotImplementedError", "bitsandbytes": "sharding strategy|DTensor"}[name]
-            )

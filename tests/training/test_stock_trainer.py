@@ -1,9 +1,8 @@
 import functools
 import tempfile
 
-import torch
 from mixins.configure import ConfigureTestCase
-from mixins.model import relative_error, total_relative_error
+from mixins.model import total_relative_error
 from mixins.padding import computed_tokens
 from mixins.patch import OTHERS
 from parameterized import parameterized
@@ -75,22 +74,6 @@ class TrainerTest(ConfigureTestCase):
                 results.append(each.evaluate()["eval_loss"])
         self.assertEqual(seen, {sum(len(row["input_ids"]) for row in Samples(7).rows)})
         self.assertLess(abs(results[1] - results[0]) / results[0], 1e-5)
-
-    def test_evaluate_and_predict(self):
-        padded, packed = (build_trainer(arm, "qwen3_5", self.directory) for arm in ("padded", "packed"))
-        for trainer in (padded, packed):
-            trainer.args.per_device_eval_batch_size = 7
-        want, got = (trainer.evaluate()["eval_loss"] for trainer in (padded, packed))
-        self.assertLess(abs(got - want) / want, 1e-5)
-
-        # Several samples per row.
-        packed.args.per_device_eval_batch_size = 3
-        predicted = packed.predict(Samples(3)).predictions
-        lengths = [len(row["input_ids"]) for row in Samples(3).rows]
-        self.assertEqual(predicted.shape[:2], (1, sum(lengths)))
-        with torch.no_grad():
-            alone = [padded.model(torch.tensor([row["input_ids"]])).logits[0] for row in Samples(3).rows]
-        self.assertLess(relative_error(torch.tensor(predicted[0]), torch.cat(alone)), 1e-5)
 
     def test_a_datasets_dataset_with_further_columns(self):
         """With its default, `remove_unused_columns` drops exactly the columns that the model does not accept."""

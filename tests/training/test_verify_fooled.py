@@ -195,7 +195,7 @@ class LongTest(FooledTestCase):
 def sensitive(dtype=torch.float32):
     """A model with large weights, whose gradients rounding to 16 bits changes by half."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "initializer_range": 0.5}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "state_size": 8, "initializer_range": 0.5}
     return MambaForCausalLM(MambaConfig(vocab_size=61, pad_token_id=0, **sizes)).to(dtype)
 
 
