@@ -24,7 +24,7 @@ from transformers_packed import (
 from transformers_packed.data.collator import CausalLabelsCollator
 from transformers_packed.parallel import shard_batch
 from transformers_packed.shared_prompts import level_order
-from transformers_packed.training.losses import per_document_logps, per_document_loss
+from transformers_packed.training.losses import per_document_logps
 
 
 def make_samples():
@@ -230,18 +230,6 @@ class GroupsTest(unittest.TestCase):
         self.assertEqual(batch.keys(), expected.keys())
         for name, value in expected.items():
             self.assertTrue(torch.equal(batch[name], value), name)
-
-    def test_losses_per_document(self):
-        """Prompts count as documents without targets."""
-        samples, means = make_samples(), []
-        for some in (grouped(samples), list(map(whole, samples))):
-            batch = self.collator(some)
-            logits = self.model(**{name: x for name, x in batch.items() if name != "labels"}).logits
-            means.append(per_document_loss(logits, batch["labels"], batch["cu_seqlens"]))
-        prompts, others, order = [0, 2], [1, 3, 4, 5, 6, 7, 8, 9], [1, 4, 6, 0, 3, 7, 2, 5]
-        self.assertEqual(means[0].losses[prompts].tolist(), [0, 0])
-        self.assertTrue(torch.allclose(means[0].losses[others], means[1].losses[order]))
-        self.assertEqual(means[0].token_counts[others].tolist(), means[1].token_counts[order].tolist())
 
     def test_masked_tokens_and_token_columns(self):
         collator = DataCollatorWithFlattening(model=self.model, token_columns=["weight"])

@@ -243,25 +243,6 @@ class TrainingTest(unittest.TestCase):
                 losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
         self.assertEqual(losses[0], losses[1])
 
-    def test_streams_of_a_configured_trainer(self):
-        class Stream(torch.utils.data.IterableDataset):
-            def __iter__(self):
-                yield from SAMPLES
-
-        with tempfile.TemporaryDirectory() as folder:
-            args = arguments(folder, max_steps=2, per_device_train_batch_size=1)
-            trainer = Trainer(make_model(dtype=torch.float32), args, train_dataset=Stream())
-            configure_packing(trainer, True, 16)
-            trainer.train()
-        self.assertEqual(trainer.state.global_step, 2)
-        self.assertIsInstance(trainer.train_dataset, IterablePackingDataset)
-
-    def test_longer_trees_of_a_configured_trainer(self):
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = Trainer(make_model(), arguments(folder), train_dataset=SAMPLES)
-            with self.assertRaisesRegex(ValueError, "a tree of at most 8 computed tokens in sample 0, got 14"):
-                configure_packing(trainer, True, 8)
-
     def test_verification_of_a_row(self):
         model = make_model(dtype=torch.float32)
         collator = DataCollatorWithFlattening(model=model, return_cu_seqlens=True)

@@ -295,14 +295,6 @@ class QuietTest(VerifyTestCase):
         with mock.patch.object(callback, "against_other_rows", lambda trainer: why):
             self.assertIn("Not verified: the optimizer updates weights in backward", said(trainer.train)[0])
 
-    def test_hooks_that_step_an_optimizer_wait(self):
-        trainer, taken = self.trainer(), []
-        said(configure_packing, trainer)
-        trainer.model.lm_head.weight.register_post_accumulate_grad_hook(lambda x: taken.append(trainer.state.epoch))
-        self.assertIn("Verified packing on 3 documents", said(trainer.train)[0])
-        # Of the one step.
-        self.assertEqual(len(taken), 1)
-
     def test_a_loss_that_logs(self):
         """Neither the log nor counters of the user have the check."""
         trainer = self.trainer(args={"eval_strategy": "steps", "eval_steps": 1}, eval_dataset=Samples(4))

@@ -95,8 +95,8 @@ class NotFiniteTest(FooledTestCase):
     def test_a_loss(self):
         self.refuses(self.configured(spread_of_samples), "expected a finite loss of the row, as of the padded batch")
 
-    @parameterized.expand([("all", "both"), ("one", "row")])
-    def test_hidden_states(self, where, of):
+    @parameterized.expand(["both", "row"])
+    def test_hidden_states(self, of):
         """Of the row alone, or of both sides. The loss of the user leaves out what is not finite."""
 
         def loss(model, inputs, **kwargs):
@@ -108,10 +108,7 @@ class NotFiniteTest(FooledTestCase):
         def spoil(layer, inputs, output):
             if of == "row" and len(output) > 1:
                 return output
-            places = slice(None) if where == "all" else slice(1, 2)
-            mask = torch.zeros(output.shape[:2] + (1,), dtype=torch.bool)
-            mask[:, places] = True
-            return output.masked_fill(mask, float("nan"))
+            return output * float("nan")
 
         trainer.model.model.norm.register_forward_hook(spoil)
         if of == "row":
