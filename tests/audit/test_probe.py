@@ -181,11 +181,22 @@ class PlantedFaultsTest(unittest.TestCase):
         every_earlier = {(i, j) for j in range(len(LENGTHS)) for i in range(j)}
         self.assertFinds(model, "model.layers.1.self_attn", "attention", pairs=every_earlier)
 
-    def test_boundary_off_by_one(self):
+    @parameterized.expand([("late", 1), ("early", -1)])
+    def test_boundary_off_by_one(self, _, by):
         model = qwen3_5()
-        plant_in_op(model.model.layers[0].linear_attn, "causal_conv1d_qkv", "gated_delta_rule", replace=shifted(-1))
+        plant_in_op(model.model.layers[0].linear_attn, "causal_conv1d_qkv", "gated_delta_rule", replace=shifted(by))
         # Of a short document before another one, the state is all that reaches it.
         self.assertFinds(model, "model.layers.0.linear_attn", "boundary", lengths=[65, 9, 70, 33, 64])
+
+    def test_boundary_off_by_one_in_attention(self):
+        model = qwen3_5()
+        plant_in_op(model.model.layers[3].self_attn, "attention", replace=shifted(1))
+        report = self.assertFinds(model, "model.layers.3.self_attn", "attention")
+        # The first token of each document goes to the previous one. Document 1 has only one token, so document 2 loses
+        # its own.
+        got = {(leak.from_document, leak.to_document): leak.kind for leak in report.leaks}
+        self.assertEqual(set(got), {(0, 1), (None, 2), (2, 3), (3, 4)})
+        self.assertEqual(got[None, 2], "boundary")
 
     def test_positions_that_do_not_restart(self):
         model = gpt2()
@@ -197,6 +208,24 @@ class PlantedFaultsTest(unittest.TestCase):
         # The first document has the same positions as alone.
         self.assertEqual({leak.to_document for leak in report.leaks}, set(range(1, 5)))
 
+    def test_rotary_positions_that_do_not_restart(self):
+        """Rotations encode distances only, so this matters only if they scale with the length of the row."""
+
+        def plant(model):
+            rotary = model.model.rotary_emb
+            forward = rotary.forward
+            rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1]).expand_as(position_ids))
+            return model
+
+        self.assertTrue(audit(plant(qwen3_next()), inputs=("all",), gradients=False).ok)
+        dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "partial_rotary_factor": 1.0}
+        model = plant(qwen3_next(rope_parameters=dynamic, max_position_embeddings=220))
+        report = audit(model, lengths=[65, 1, 200], inputs=("all",), gradients=False)
+        self.assertEqual({leak.direction for leak in report.leaks}, {"alone"}, report.table())
+        self.assertEqual(
+            [(leak.module, leak.kind) for leak in report.leaks if leak.module], [("model.rotary_emb", "positions")]
+        )
+
     def test_only_in_backward(self):
         model = qwen3_5()
         plant_in_output(model.model.layers[2].mlp, EarlierTokensGetGradients.apply)
@@ -204,18 +233,50 @@ class PlantedFaultsTest(unittest.TestCase):
         self.assertEqual({leak.direction for leak in report.leaks}, {"backward"})
         self.assertTrue(audit(model, gradients=False).ok)
 
-    def test_only_from_document_3_to_2(self):
+    def test_only_past_64_tokens(self):
+        model = qwen3_5()
+        layer = model.model.layers[2].linear_attn
+        namespace, forward = vars(modeling_qwen3_5), layer.forward
+        rule = namespace["gated_delta_rule"]
+
+        def faulty(*args, boundaries=None, **kwargs):
+            right, state = rule(*args, boundaries=boundaries, **kwargs)
+            if boundaries is None:
+                return right, state
+            wrong, _ = rule(*args, boundaries=None, **kwargs)
+            late = boundaries.position_ids[0] >= 64
+            return torch.where(late[None, :, None, None], wrong, right), state
+
+        def planted(*args, **kwargs):
+            try:
+                namespace["gated_delta_rule"] = faulty
+                return forward(*args, **kwargs)
+            finally:
+                namespace["gated_delta_rule"] = rule
+
+        layer.forward = planted
+        # Slow decay, so that the state persists over 64 tokens.
+        with torch.no_grad():
+            layer.A_log.fill_(-6.0)
+        report = audit(model, inputs=("all",), lengths=[65, 1, 70, 3], gradients=False)
+        self.assertEqual({leak.to_document for leak in report.leaks}, {2}, report.table())
+        found = [(leak.module, leak.kind) for leak in report.leaks if leak.module and leak.direction == "forward"]
+        self.assertEqual(found, [("model.layers.2.linear_attn", "state")])
+        self.assertTrue(audit(model, inputs=("all",), lengths=[65, 1, 64, 63], gradients=False).ok)
+
+    @parameterized.expand([("self_attn", "attention"), ("mlp", "other")])
+    def test_only_from_document_3_to_2(self, name, kind):
         def change(x):
             documents = list(x.split(LENGTHS, dim=1))
             documents[2] = documents[2] + 0.1 * documents[3].mean(1, keepdim=True)
             return torch.cat(documents, dim=1)
 
         model = qwen3_5()
-        plant_in_output(model.model.layers[3].mlp, when_packed(model, change))
+        plant_in_output(getattr(model.model.layers[3], name), when_packed(model, change))
         report = audit(model, inputs=("all",), gradients=False)
         found = [leak for leak in report.leaks if leak.direction == "forward"]
         self.assertEqual([(leak.from_document, leak.to_document) for leak in found], [(3, 2)], report.table())
-        self.assertEqual((found[0].module, found[0].kind), ("model.layers.3.mlp", "other"))
+        self.assertEqual((found[0].module, found[0].kind), (f"model.layers.3.{name}", kind))
 
     def test_a_module_that_cannot_run_by_itself(self):
         """The audit still reports the leak and its module."""
@@ -267,6 +328,7 @@ class NoFalseAlarmTest(unittest.TestCase):
         [
             ("qwen3_5", qwen3_5, torch.float32, 0, None),
             ("qwen3_5_moe", qwen3_5_moe, torch.bfloat16, 1, LENGTHS),
+            ("llama", llama, torch.bfloat16, 0, None),
             ("llama_eager", partial(llama, attn="eager"), torch.float32, 0, LENGTHS),
         ]
     )
@@ -290,14 +352,15 @@ class NoFalseAlarmTest(unittest.TestCase):
     def test_every_source(self):
         self.assertIsolated(qwen3_5(), inputs=("position_ids", "seq_idx", "cu_seq_lens", "all"))
 
-    def test_gradient_checkpointing(self):
+    @parameterized.expand([(True,), (False,)])
+    def test_gradient_checkpointing(self, reentrant):
         model = qwen3_5()
-        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         calls = []
         model.model.layers[0].linear_attn.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
         self.assertIsolated(model, inputs=("all",), lengths=[20, 1, 9])
         # Seven forwards without gradients. For each document, one with gradients and one in backward.
-        self.assertEqual(sum(calls), 3)
+        self.assertEqual(sum(calls), 3 if reentrant else 6)
 
     def test_peft(self):
         from peft import LoraConfig, get_peft_model
@@ -337,10 +400,16 @@ class SharedPromptsTest(unittest.TestCase):
     """In a row with shared prompts, an answer may depend on its prompt and on nothing else."""
 
     GROUPS = {"lengths": [9, 2, 7, 1, 6, 3, 5], "parent_of": [-1, -1, -1, 0, 0, 1, 0]}
+    TREE = {"lengths": [9, 2, 1, 7, 6, 3, 5, 2], "parent_of": [-1, 0, 1, 2, 0, 1, 2, 6]}
 
-    def test_isolated(self):
-        parent_of = [-1, 0, 1, 2, 0, 1, 2, 6]
-        report = audit(qwen3_5_moe(), lengths=[9, 2, 1, 7, 6, 3, 5, 2], parent_of=parent_of)
+    @parameterized.expand(
+        [
+            ("qwen3_next", qwen3_next, GROUPS),
+            ("qwen3_5_moe_tree", qwen3_5_moe, TREE),
+        ]
+    )
+    def test_isolated(self, _, make, row):
+        report = audit(make(), **row)
         self.assertEqual(list(report.sources), ["parent_of"])
         self.assertTrue(report.ok, report)
         result = report.sources["parent_of"]
@@ -349,7 +418,7 @@ class SharedPromptsTest(unittest.TestCase):
                 for j, size in enumerate(line):
                     document = j
                     while document not in (i, -1):
-                        document = parent_of[document]
+                        document = row["parent_of"][document]
                     depends = document == i
                     self.assertEqual(size > 1e-3, depends, (i, j, size))
                     self.assertTrue(depends or size == 0)
@@ -460,9 +529,13 @@ class RefusalsTest(unittest.TestCase):
 
 
 class StateTest(unittest.TestCase):
-    def test_the_model_comes_back_as_it_was(self):
+    @parameterized.expand([("leaks",), ("refused",)])
+    def test_the_model_comes_back_as_it_was(self, verdict):
         model = qwen3_5_moe()
-        plant_in_op(model.model.layers[0].linear_attn, "causal_conv1d_qkv", replace=no_boundaries)
+        if verdict == "leaks":
+            plant_in_op(model.model.layers[0].linear_attn, "causal_conv1d_qkv", replace=no_boundaries)
+        if verdict == "refused":
+            plant_in_output(model.model.layers[3].mlp, lambda x: x[:, 1:])
         model.eval()
         model.model.layers[1].train()
         model.model.layers[2].mlp.requires_grad_(False)
@@ -491,7 +564,7 @@ class StateTest(unittest.TestCase):
 
         before = state()
         report = audit(model, lengths=[20, 1, 30])
-        self.assertEqual(report.sources["all"].verdict, "leaks", report.table())
+        self.assertEqual(report.sources["all"].verdict, verdict, report.table())
         after = state()
         for name in before:
             self.assertEqual(str(before[name]), str(after[name]), name)
