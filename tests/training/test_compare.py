@@ -7,7 +7,8 @@ from itertools import product
 import torch
 from parameterized import parameterized
 
-from transformers_packed.training.compare import BARS, GRADIENT, LOSS, RUNS, Exact, Side, find_difference
+from transformers_packed.audit.isolation import UnseenError
+from transformers_packed.training.compare import BARS, GRADIENT, LOSS, RUNS, DifferenceError, Exact, Side, find_difference
 
 
 NOISES, DIFFERENCES = (0.0, 1e-6, 1e-3, 0.02, 0.3), (0.0, 1e-6, 1e-3, 0.02, 0.3, 3.0)
@@ -25,7 +26,12 @@ def side(seed, value, noise=0.0, name=GRADIENT, size=1, row_noise=None):
 
 
 def different(row, other, precision="float32", exact=None):
-    return find_difference(row, other, precision, exact).different
+    """What differs, or nothing."""
+    try:
+        find_difference(row, other, precision, exact)
+    except DifferenceError as error:
+        return str(error)
+    return None
 
 
 class NoiseTest(unittest.TestCase):
@@ -58,7 +64,7 @@ class NoiseTest(unittest.TestCase):
         self.assertIsNone(different(*sides))
         self.assertEqual([len(x.runs) for x in sides], [1, 1])
         noisy = side(1, 1.0, 0.1), side(2, 1.0, 0.1)
-        self.assertIn("which differs from run to run by", find_difference(*noisy, "float32").note)
+        self.assertIn("which differs from run to run by", find_difference(*noisy, "float32"))
         self.assertEqual([len(x.runs) for x in noisy], [RUNS, RUNS])
 
 
@@ -74,18 +80,13 @@ class NotFiniteTest(unittest.TestCase):
             # Noise excuses no value that is not finite.
             return Side(lambda: {LOSS: torch.rand((), generator=noise), name: values})
 
-        found = find_difference(measured(bad), measured(good), "float32")
-        self.assertRegex(found.different, f"expected a finite {name} of the row, as of the padded")
-        found = find_difference(measured(good), measured(bad), "float32")
-        self.assertRegex(
-            found.different, f"expected a finite {name} of the padded batch of the same documents, as of the row"
-        )
-        found = find_difference(measured(bad), measured(bad), "float32")
-        self.assertIsNone(found.different)
-        self.assertIn(
-            f"the row and the padded batch of the same documents both have NaN or infinity in their {name}",
-            found.unknown,
-        )
+        expected = f"expected a finite {name} of the row, as of the padded"
+        self.assertRegex(different(measured(bad), measured(good)), expected)
+        expected = f"expected a finite {name} of the padded batch of the same documents, as of the row"
+        self.assertRegex(different(measured(good), measured(bad)), expected)
+        expected = f"the row and the padded batch of the same documents both have NaN or infinity in their {name}"
+        with self.assertRaisesRegex(UnseenError, expected):
+            find_difference(measured(bad), measured(bad), "float32")
 
 
 class RoundingTest(unittest.TestCase):

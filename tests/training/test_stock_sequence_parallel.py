@@ -355,7 +355,7 @@ class StockTrainersTest(unittest.TestCase):
 
     def test_processes_compare_together(self):
         said, _ = run_processes(differing, 2, "trainer", 2, "no row")
-        self.assertIn("Not verified: another process has no row for it.", said)
+        self.assertIn("Not verified: another process has no row, or no gradients, for it.", said)
 
     def test_in_one_process(self):
         trainer = build("trainer")

@@ -18,10 +18,11 @@ nothing was compared, and the result says so.
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..audit.isolation import UnseenError
 from ..errors import described, input_error
 from ..models.float8 import has_float8
 
@@ -37,10 +38,18 @@ _LEAST_LOSS = 1e-3
 LOSS, GRADIENT = "loss", "gradient"
 # What a step showed, by name. What only one side shows, or in another shape, is not compared.
 Measured = dict[str, torch.Tensor]
+Result = TypeVar("Result")
 
 
 class DifferenceError(ValueError):
     """Packed training differs from what it stands for."""
+
+
+# What a check found on another process.
+_ELSEWHERE = {
+    DifferenceError: "another process found a difference",
+    UnseenError: "another process has no row, or no gradients, for it",
+}
 
 
 class Side:
@@ -71,21 +80,20 @@ class Side:
         return self.all(LOSS).mean().item()
 
 
-class Found(NamedTuple):
-    """The result of a comparison.
+def together(check: Callable[[], Result], anywhere: Callable[[bool], bool] = bool) -> Result:
+    """The result of a check. What it finds on any process, a difference or a reason against the check, is raised on all.
 
-    Args:
-        different (`str`, *optional*):
-            What differs.
-        note (`str`):
-            Why a difference is none.
-        unknown (`str`, *optional*):
-            Why nothing could be compared.
+    Trainers exchange tensors in what follows, where a process that is alone would wait for the others.
     """
-
-    different: str | None = None
-    note: str = ""
-    unknown: str | None = None
+    error: DifferenceError | UnseenError | None = None
+    try:
+        found = check()
+    except (DifferenceError, UnseenError) as raised:
+        error = raised
+    for kind, elsewhere in _ELSEWHERE.items():
+        if anywhere(isinstance(error, kind)):
+            raise error if isinstance(error, kind) else kind(elsewhere)
+    return found
 
 
 class Exact(NamedTuple):
@@ -118,9 +126,10 @@ def find_difference(
     exact: Exact | None = None,
     *,
     what: str = BATCH,
+    fix: str = PADDED,
     anywhere: Callable[[bool], bool] = bool,
-) -> Found:
-    """Compare a row with what it stands for.
+) -> str:
+    """Compare a row with what it stands for. Returns why a difference is none, or nothing.
 
     Args:
         row, other ([`Side`]):
@@ -131,29 +140,31 @@ def find_difference(
             The next precision.
         what (`str`, *optional*):
             The other side in words.
+        fix (`str`, *optional*):
+            What to do about a difference.
         anywhere (`Callable`, *optional*):
             Whether a condition holds on any process. All processes then run the same steps.
+
+    Raises:
+        [`DifferenceError`]: what differs.
+        [`UnseenError`]: why nothing could be compared.
     """
-    different, unknown = _not_finite(row.runs[0], other.runs[0], what)
-    if anywhere(different is not None):
-        return Found(different)
-    if anywhere(unknown is not None):
-        return Found(unknown=unknown or "another process has values that are not finite")
+    together(lambda: _check_finite(row.runs[0], other.runs[0], what, fix), anywhere)
     if not anywhere(_difference(row, other, precision, what) is not None):
-        return Found()
+        return ""
     row.repeat()
     other.repeat()
     different = _difference(row, other, precision, what)
     if not anywhere(different is not None):
         values = [side.all(name) for name, _ in _bars(row, other, precision) for side in (row, other)]
         noise = max(_spread(runs) / _size(runs) for runs in values)
-        return Found(note=f", which differs from run to run by {noise:.1%}")
-    if exact is None:
-        return Found(different)
-    why = _beyond_rounding(row, other, precision, exact, what, anywhere)
-    if not anywhere(different is not None and why is not None):
-        return Found(note=f", which differ by rounding: {exact.name} is equal")
-    return Found(f"{different} {why}" if different and why else None)
+        return f", which differs from run to run by {noise:.1%}"
+    why = "" if exact is None else _beyond_rounding(row, other, precision, exact, what, anywhere)
+    if exact is not None and not anywhere(different is not None and why is not None):
+        return f", which differ by rounding: {exact.name} is equal"
+    if different is None or why is None:
+        raise DifferenceError(_ELSEWHERE[DifferenceError])
+    raise DifferenceError(" ".join(filter(None, (different, why, fix))))
 
 
 def relative_error(row: Side, other: Side, name: str) -> float:
@@ -162,17 +173,17 @@ def relative_error(row: Side, other: Side, name: str) -> float:
     return (a.mean(0) - b.mean(0)).norm().item() / _size(b)
 
 
-def _not_finite(row: Measured, other: Measured, what: str) -> tuple[str | None, str | None]:
-    """What is finite on one side alone, and otherwise what is finite on neither."""
-    unknown = None
+def _check_finite(row: Measured, other: Measured, what: str, fix: str) -> None:
+    """Raise the error of what is finite on one side alone, and otherwise of what is finite on neither."""
+    neither = []
     for name in row:
         finite = [bool(values[name].isfinite().all()) for values in (row, other) if name in values]
-        if finite in ([True, False], [False, True]):
+        if len(set(finite)) > 1:
             bad, good = ("the row", what) if finite[1] else (what, "the row")
-            return str(input_error(f"a finite {name} of {bad}, as of {good}", "NaN or infinity")), None
-        if not finite[0]:
-            unknown = unknown or f"the row and {what} both have NaN or infinity in their {name}"
-    return None, unknown
+            raise DifferenceError(str(input_error(f"a finite {name} of {bad}, as of {good}", "NaN or infinity", fix)))
+        neither += [] if finite[0] else [name]
+    if neither:
+        raise UnseenError(f"the row and {what} both have NaN or infinity in their {neither[0]}")
 
 
 def _difference(row: Side, other: Side, precision: str, what: str) -> str | None:
@@ -235,10 +246,13 @@ def _beyond_rounding(
     try:
         with exact.use():
             sides = Side(row.step), Side(other.step)
-            found = find_difference(*sides, *exact.there(), what=what, anywhere=anywhere)
+            find_difference(*sides, *exact.there(), what=what, anywhere=anywhere)
+            differs = len(_bars(*sides, precision)) < len(_bars(row, other, precision))
+    except (DifferenceError, UnseenError):
+        differs = True
     except Exception as error:
         return f"{exact.name} would show whether this is rounding, but it stopped: {described(error)}."
-    if found.different or found.unknown or len(_bars(*sides, precision)) < len(_bars(row, other, precision)):
+    if differs:
         return f"This is more than rounding: {exact.name} differs too."
     with exact.round():
         rounded = Side(row.step), Side(other.step)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from transformers import set_seed
 
-from ..audit.isolation import Seen, watch
+from ..audit.isolation import Seen, UnseenError, watch
 from ..data.documents import PaddedSamples
 from ..models.releases import prepare_inputs, token_logps, training_metrics
 from .compare import GRADIENT, LOSS, Measured, Side
@@ -121,13 +121,12 @@ class PaddedStep:
         # With packing and without: the tokens of a step, and the runs.
         self.tokens, self._runs = {True: 0, False: 0}, {True: count(), False: count()}
 
-    def says_nothing(self, padded: Side) -> str | None:
-        """Why nothing was compared, after both sides have run."""
+    def check(self, padded: Side) -> None:
+        """Raise the error of a comparison that says nothing, after both sides have run."""
         if self.tokens[True] == self.tokens[False]:
-            return f"the model computes all {self.tokens[True]} tokens of a batch"
+            raise UnseenError(f"the model computes all {self.tokens[True]} tokens of a batch")
         if LOSS in padded.runs[0] and not (GRADIENT in padded.runs[0] and padded.all(GRADIENT).any()):
-            return "the loss depends on no token of a batch"
-        return None
+            raise UnseenError("the loss depends on no token of a batch")
 
     def run(self, packs: bool) -> Measured:
         # Both sides draw the same random numbers, and each run draws others.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..audit.isolation import NotFiniteError, leak_between, watch
+from ..audit.isolation import NotFiniteError, UnseenError, leak_between, watch
 from ..audit.model_state import quiet
 from ..boundaries import SequenceBoundaries
 from ..data.samples import IGNORED_LABEL
@@ -138,9 +138,10 @@ def _losses(
         if not number:
             return row.loss, None
         alone = Side(of_documents)
-        found = find_difference(row, alone, precision_of(model), exact_for(model), what=_ALONE)
-    if found.different or found.unknown:
-        raise DifferenceError(f"{found.different or input_error('finite losses', found.unknown)} {PADDED}")
+        try:
+            find_difference(row, alone, precision_of(model), exact_for(model), what=_ALONE)
+        except UnseenError as error:
+            raise DifferenceError(f"{input_error('finite losses', error)} {PADDED}") from None
     return row.loss, alone.loss
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,18 +44,17 @@ from ..apply import undo
 from ..changes import Setup
 from ..checks import say
 from ..compare import (
-    BATCH,
     GRADIENT,
     LOSS,
     PADDED,
     DifferenceError,
-    Found,
-    Measured,
+    Result,
     Side,
     check_leak,
     find_difference,
     precision_of,
     relative_error,
+    together,
 )
 from ..padded_steps import SCORES, PaddedStep, real_batch
 from ..restore import (
@@ -79,7 +78,6 @@ from .warm_up import WarmUpCallback, evaluates
 _LENGTHS, _LONG = (20, 48, 32), (384, 512, 448)
 # Seconds that a CPU may take for a row of longer documents, as its time for a short one tells.
 _PATIENCE = 2.0
-Result = TypeVar("Result")
 
 
 class VerifyCallback(TrainerCallback):
@@ -108,18 +106,22 @@ class VerifyCallback(TrainerCallback):
         trainer, key = self.trainer, (id(self.trainer.model), id(self.trainer.train_dataset))
         if self._verified == key or state.global_step >= state.max_steps:
             return
-        if self._reason() is None and FirstBatch.put_in(trainer, train_dataloader, partial(self._check, key)):
+        if _reason(trainer) is None and FirstBatch.put_in(trainer, train_dataloader, partial(self._check, key)):
             return
         self._check(key, train_dataloader)
 
     def _check(self, key: tuple, train_dataloader: Any) -> None:
         trainer, args = self.trainer, self.trainer.args
         start = time.perf_counter()
-        difference: DifferenceError | None = None
         try:
-            said = self._together(lambda: self._reason() or self._verify(train_dataloader))
+            said = self._together(lambda: self._verify(train_dataloader))
+            said = f"Verified packing on {said} ({time.perf_counter() - start:.1f} s)."
         except DifferenceError as error:
-            difference = error
+            self._verified = key
+            self._refuse(error, train_dataloader)
+            return
+        except UnseenError as error:
+            said = f"Not verified: {error}."
         except Exception as error:
             # Other processes may wait for this one.
             if args.world_size > 1:
@@ -127,18 +129,7 @@ class VerifyCallback(TrainerCallback):
                 raise
             said = f"Not verified: {described(error)}."
         self._verified = key
-        if difference is not None:
-            self._refuse(difference, train_dataloader)
-            return
-        seconds = time.perf_counter() - start
-        say(trainer, said if said.startswith("Not verified") else f"{said} ({seconds:.1f} s).")
-
-    def _reason(self) -> str | None:
-        """Why this set-up cannot be verified."""
-        why = against_other_rows(self.trainer)
-        if self.trainer.args.torch_compile:
-            why = "torch_compile=True, and a compiled model shows no gradients of its embeddings"
-        return None if why is None else f"Not verified: {why}."
+        say(trainer, said)
 
     def _anywhere(self, found: bool) -> bool:
         """Whether it is so on any process. All of them have to go on in the same way."""
@@ -148,18 +139,7 @@ class VerifyCallback(TrainerCallback):
         return bool(self.trainer.accelerator.gather(flag).any())
 
     def _together(self, check: Callable[[], Result]) -> Result:
-        """The result of a check. A difference on any process is raised on all of them.
-
-        Trainers exchange tensors in what follows, where a process that is alone would wait for the others.
-        """
-        difference = None
-        try:
-            found = check()
-        except DifferenceError as error:
-            difference = error
-        if self._anywhere(difference is not None):
-            raise difference or DifferenceError("another process found a difference")
-        return found
+        return together(check, self._anywhere)
 
     def _refuse(self, difference: ValueError, loader: Any) -> None:
         trainer, setup = self.trainer, self.setup
@@ -185,7 +165,10 @@ class VerifyCallback(TrainerCallback):
         say(trainer, f"Packing off, training is unchanged: {difference}")
 
     def _verify(self, loader: Any) -> str:
+        """Return the findings in words, or raise the error of what differs or of what is unknown."""
         trainer = self.trainer
+        if (why := _reason(trainer)) is not None:
+            raise UnseenError(why)
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
         # No graph is worth recording for a short row.
@@ -197,103 +180,88 @@ class VerifyCallback(TrainerCallback):
             trunk_too(model),
             tuned_in_threads(),
         ):
-            if self.setup.mode == "batches":
-                words = self._verify_batches(model, loader, state)
-            else:
-                words = self._verify_data(model, loader, state)
+            verify = self._verify_batches if self.setup.mode == "batches" else self._verify_data
+            words = verify(model, loader, state)
         # Which large tensors have changed is known by now.
-        left = ", ".join(dict.fromkeys(state.left))
-        return f"{words}; not put back: {left}" if left and not words.startswith("Not verified") else words
+        return f"{words}; not put back: {', '.join(dict.fromkeys(state.left))}" if state.left else words
 
     def _verify_data(self, model, loader: Any, state: State) -> str:
-        """Compare rows of the dataset with what they stand for, and return the findings in words."""
-        trainer, dataset = self.trainer, loader.dataset
-        documents: list = []
-        why = _why_unread(loader, state)
-        if why is None:
-            documents, why = excerpts(dataset, _LENGTHS)
+        """Compare rows of the dataset with what they stand for."""
+        trainer = self.trainer
+
+        def make() -> Row:
+            _check_unread(loader, state)
+            return self._row(model, loader, _LENGTHS)
+
         with whole_rows(trainer, loader):
-            row, why = (None, why) if why else self._row(model, loader, documents)
-            if self._anywhere(row is None):
-                return f"Not verified: {why or 'another process has no row for it'}."
-            assert row is not None
-            words, unknown, seconds = self._verify_row(row)
-            if not unknown:
-                words += self._verify_longer(row, loader, seconds)
-        if unknown:
-            return f"Not verified: {unknown}."
+            row = self._together(make)
+            words, seconds = self._verify_row(row)
+            words += self._verify_longer(row, loader, seconds)
         if self.setup.parallel is not None:
             words += self._verify_parts(row, loader)
-        words = f"{len(documents)} documents of up to {row.longest} tokens: {words}"
-        return f"Verified packing on {words}{_verify_evaluation(trainer)}"
+        words = f"{len(row.documents)} documents of up to {row.longest} tokens: {words}"
+        return words + _verify_evaluation(trainer)
 
-    def _row(self, model, loader: Any, documents: list) -> tuple[Row | None, str | None]:
-        """The row that the loader makes of documents, or the reason why there is none."""
+    def _row(self, model, loader: Any, lengths: tuple[int, ...]) -> Row:
+        """The row that the loader makes of documents of these lengths."""
+        documents, why = excerpts(loader.dataset, lengths)
+        if why is not None:
+            raise UnseenError(why)
         batch = loader.collate_fn(self._samples(documents))
         places = places_of(batch, documents)
         if places is None:
-            return None, "the collator changes the tokens of samples"
-        return Row(self.trainer, model, loader, self.setup.padded, documents, batch, places), None
+            raise UnseenError("the collator changes the tokens of samples")
+        return Row(self.trainer, model, loader, self.setup.padded, documents, batch, places)
 
     def _samples(self, documents: list) -> list:
         return [documents] if is_packed(self.trainer.train_dataset) else documents
 
-    def _verify_row(self, row: Row) -> tuple[str, str | None, float]:
+    def _verify_row(self, row: Row) -> tuple[str, float]:
         """Compare the documents of a row with one another, and the row with their padded batch.
 
-        Returns the findings in words, the reason if there are none, and the seconds of a step.
+        Returns the findings in words, and the seconds of a step.
         """
         trainer, model, words = self.trainer, row.model, "gradients between documents are 0"
-        unseen: str | None = None
+        unseen: UnseenError | None = None
         if trainer.is_fsdp_enabled:
             words = "gradients between documents were not looked at, because FSDP frees weights"
         else:
-            unseen = self._look_between(
-                model, lambda: loss_of(trainer, model, row.batch), row.batch, row.places, _stops_training()
-            )
-        found, seconds, losses = self._compare(row)
-        unknown = found.unknown or unseen
-        if self._anywhere(unknown is not None):
-            unknown = unknown or "another process could not look at its gradients"
-        return f"{words}; loss {losses}", unknown, seconds
+            look = partial(loss_of, trainer, model, row.batch)
+            unseen = self._look_between(model, look, row.batch, row.places, _stops_training())
+        seconds, losses = self._compare(row)
+        if unseen is not None:
+            raise unseen
+        return f"{words}; loss {losses}", seconds
 
     def _look_between(
         self, model, forward: Callable, batch: dict, places: list, errors: AbstractContextManager
-    ) -> str | None:
+    ) -> UnseenError | None:
         """Look for gradients between documents, and return why there are none to look at, if so."""
 
-        def look() -> str | None:
-            try:
-                with errors:
-                    leak = leak_between(model, forward, batch, places)
-            except UnseenError as error:
-                # What follows tells whether this is so in a padded batch too.
-                return described(error)
+        def look() -> None:
+            with errors:
+                leak = leak_between(model, forward, batch, places)
             check_leak(leak, len(places))
-            return None
 
-        return self._together(look)
+        try:
+            self._together(look)
+        except UnseenError as error:
+            # What follows tells whether this is so in a padded batch too.
+            return error
+        return None
 
-    def _compare(self, row: Row) -> tuple[Found, float, str]:
-        """Compare a row with its padded batch. Returns the result, the seconds of a step, and the losses in words."""
-        model = row.model
-        with quiet(model):
+    def _compare(self, row: Row) -> tuple[float, str]:
+        """Compare a row with its padded batch. Returns the seconds of a step, and the losses in words."""
+        with quiet(row.model):
             side = self._together(_stops_training()(lambda: Side(row.step)))
             padded = Side(row.step_padded)
-            found = self._find(model, side, padded)
-        return found, side.seconds, f"{side.loss:.4f}, padded {padded.loss:.4f}{found.note}"
+            note = self._find(row.model, side, padded)
+        return side.seconds, f"{side.loss:.4f}, padded {padded.loss:.4f}{note}"
 
-    def _find(self, model, row: Side, other: Side, what: str = BATCH, fix: str = PADDED) -> Found:
+    def _find(self, model, row: Side, other: Side, **words: str) -> str:
         """Compare two sides in the precision of the Trainer. A difference on any process is raised on all of them."""
         precision = precision_of(model, self.trainer.args), exact_for(model, self.trainer.args)
-
-        def find() -> Found:
-            found = find_difference(row, other, *precision, what=what, anywhere=self._anywhere)
-            if found.different:
-                raise DifferenceError(f"{found.different} {fix}")
-            return found
-
-        return self._together(find)
+        return self._together(lambda: find_difference(row, other, *precision, anywhere=self._anywhere, **words))
 
     def _verify_longer(self, short: Row, loader: Any, seconds: float) -> str:
         """Compare a row of longer documents with its padded batch, where there are any and time allows."""
@@ -301,20 +269,27 @@ class VerifyCallback(TrainerCallback):
         if args.device.type == "cpu":
             most = int(short.batch["input_ids"].numel() * _PATIENCE / seconds)
         lengths = tuple(min(length, most * length // sum(_LONG)) for length in _LONG)
-        documents, why = excerpts(loader.dataset, lengths) if min(lengths) > short.longest else ([], "no time")
-        row = None if why else self._row(short.model, loader, documents)[0]
-        if self._anywhere(row is None or row.longest <= short.longest):
+
+        def make() -> Row:
+            row = self._row(short.model, loader, lengths) if min(lengths) > short.longest else short
+            if row.longest <= short.longest:
+                raise UnseenError("no time, or no longer documents")
+            return row
+
+        try:
+            row = self._together(make)
+        except UnseenError:
             return ""
-        assert row is not None
         what = f"documents of up to {row.longest} tokens"
         try:
-            found, _, losses = self._compare(row)
+            return f"; for {what} {self._compare(row)[1]}"
+        except UnseenError as error:
+            return f"; {error}, for {what}"
         except torch.OutOfMemoryError:
             # Other processes may wait for this one.
             if args.world_size > 1:
                 raise
             return f"; no memory for {what}"
-        return f"; {found.unknown}, for {what}" if found.unknown else f"; for {what} {losses}"
 
     def _verify_parts(self, row: Row, loader: Any) -> str:
         """Compare the parts of a row on the processes that share it with the whole row."""
@@ -324,23 +299,21 @@ class VerifyCallback(TrainerCallback):
         if sequence_parallel.data_parallel_size > 1 and why is not None:
             return f"; parts of the row were not compared, because {why}"
         part = loader.collate_fn(self._samples(row.documents))
-
-        def step() -> Measured:
-            with whole_rows(trainer, loader):
-                return row.step()
-
         with quiet(model):
-            parts, whole = Side(lambda: step_of_parts(trainer, model, part, row.places)), Side(step)
+            parts = Side(lambda: step_of_parts(trainer, model, part, row.places))
+            whole = Side(whole_rows(trainer, loader)(row.step))
             fix = "Train without sequence parallelism, or pass verify=False."
-            found = self._find(model, parts, whole, "the whole row", fix)
-        return f"; {sequence_parallel.size} parts of the row {found.unknown or f'{parts.loss:.4f}{found.note}'}"
+            try:
+                found = f"{parts.loss:.4f}{self._find(model, parts, whole, what='the whole row', fix=fix)}"
+            except UnseenError as error:
+                found = str(error)
+        return f"; {sequence_parallel.size} parts of the row {found}"
 
     def _verify_batches(self, model, loader: Any, state: State) -> str:
         """Compare the Trainer's step on a padded batch that the models pack with that on one that they do not pack."""
         trainer, record = self.trainer, self.setup.facts.record
-        why = None if record.batch else _why_unread(loader, state)
-        if why is not None:
-            return f"Not verified: {why}."
+        if record.batch is None:
+            _check_unread(loader, state)
         batch = record.batch(trainer, model) if record.batch else real_batch(trainer, loader)
         step = PaddedStep(trainer, model, (model, *record.models(trainer)[:-1]), record.measure, batch)
         words, unseen = self._look_between_rows(model, batch)
@@ -348,20 +321,20 @@ class VerifyCallback(TrainerCallback):
             # A batch on which the trainer itself stops tells nothing.
             padded = Side(partial(step.run, False))
             packed = self._together(_stops_training()(lambda: Side(partial(step.run, True))))
-            found = self._find(model, packed, padded)
-        unknown = found.unknown or unseen or step.says_nothing(padded)
-        if unknown:
-            return f"Not verified: {unknown}."
+            note = self._find(model, packed, padded)
+        if unseen is not None:
+            raise unseen
+        step.check(padded)
         compared = [name for name in (LOSS, GRADIENT, SCORES) if name in padded.runs[0]]
         error = max(relative_error(packed, padded, name) for name in compared)
-        words += f"{' and '.join(compared)} differ by {error:.0e} from padded ones{found.note}"
         computed = f"{step.tokens[True]} of {step.tokens[False]} tokens are computed"
-        return f"Verified packing on a batch of which {computed}: {words}"
+        words += f"{' and '.join(compared)} differ by {error:.0e} from padded ones{note}"
+        return f"a batch of which {computed}: {words}"
 
-    def _look_between_rows(self, model, batch: Any) -> tuple[str, str | None]:
+    def _look_between_rows(self, model, batch: Any) -> tuple[str, UnseenError | None]:
         """Look for gradients between the rows of a batch, if it is that of the model.
 
-        Returns the findings in words, and the reason if there are none.
+        Returns the findings in words, and why there are none to look at, if so.
         """
         names = "input_ids", "attention_mask"
         if not isinstance(batch, Mapping) or not all(getattr(batch.get(name), "ndim", 0) == 2 for name in names):
@@ -376,6 +349,13 @@ class VerifyCallback(TrainerCallback):
                 model(input_ids=ids, attention_mask=mask, use_cache=False)
 
         return "gradients between rows are 0; ", self._look_between(model, forward, dict(batch), rows, nullcontext())
+
+
+def _reason(trainer: Trainer) -> str | None:
+    """Why no set-up of this Trainer can be verified."""
+    if trainer.args.torch_compile:
+        return "torch_compile=True, and a compiled model shows no gradients of its embeddings"
+    return against_other_rows(trainer)
 
 
 @contextmanager
@@ -393,13 +373,13 @@ def _stops_training() -> Iterator[None]:
         raise DifferenceError(str(message)) from error
 
 
-def _why_unread(loader: Any, state: State) -> str | None:
-    """Why the samples of a loader cannot be read beside training."""
-    dataset = getattr(loader, "dataset", None)
-    if not has_items(source_of(dataset)):
-        return STREAM
+def _check_unread(loader: Any, state: State) -> None:
+    """Raise the error of samples that cannot be read beside training."""
+    if not has_items(source_of(getattr(loader, "dataset", None))):
+        raise UnseenError(STREAM)
     consumed = next((x for x in state.left if x.startswith(DATA)), None)
-    return None if consumed is None else f"reading samples would consume {consumed}"
+    if consumed is not None:
+        raise UnseenError(f"reading samples would consume {consumed}")
 
 
 def _verify_evaluation(trainer: Trainer) -> str:
