@@ -1,8 +1,8 @@
 """The command line, `transformers-packed`.
 
-Each command is a module with texts for its help and two functions: `add_options` declares its options, and `run` takes
-the parsed arguments and returns the exit status, or nothing on success. Torch and Transformers take seconds to import,
-so only `run` does. This module imports next to nothing, so that Ctrl-C is handled from the first moment on.
+Each command is a module whose docstring is its help, with two functions: `add_options` declares its options, and `run`
+takes the parsed arguments and returns the exit status, or nothing on success. Torch and Transformers take seconds to
+import, so only `run` does. This module imports next to nothing, so that Ctrl-C is handled from the first moment on.
 
 Behind the commands, `finetune.py`, `demo_arms.py` and `bench_arm.py` train. `run_folder.py` has the files of a run, and
 `folder_trainer.py` writes them. `process.py` keeps other packages silent and ends on Ctrl-C. `diagnosis.py` has the problems

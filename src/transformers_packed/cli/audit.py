@@ -1,4 +1,12 @@
-"""`transformers-packed audit`: measure whether a model keeps the documents of a packed row apart."""
+"""`transformers-packed audit`: measure whether a model keeps the documents of a packed row apart.
+
+Change one document of a packed row and measure the effect on the logits and gradients of the others. Exit status: 0 if
+documents are isolated with all boundaries that the collator can provide (without 'all' in --inputs, or if the model
+refuses it, with each kind that the model accepts), 1 if they leak, 2 if the audit failed.
+
+    transformers-packed audit qwen3_5_text --stock
+    transformers-packed audit Qwen/Qwen3.5-0.8B --json > audit.json
+"""
 
 import argparse
 import sys
@@ -16,17 +24,6 @@ if TYPE_CHECKING:
 # Stock classes call these packages if they can be imported, even for CPU tensors, on which they crash.
 GPU_ONLY = ("fla", "causal_conv1d", "mamba_ssm")
 
-HELP = "measure whether a model keeps the documents of a packed row apart"
-DESCRIPTION = (
-    "Change one document of a packed row and measure the effect on the logits and gradients of the "
-    "others. Exit status: 0 if documents are isolated with all boundaries that the collator can provide (without "
-    "'all' in --inputs, or if the model refuses it, with each kind that the model accepts), 1 if they leak, 2 if "
-    "the audit failed."
-)
-EXAMPLES = """\
-transformers-packed audit qwen3_5_text --stock
-transformers-packed audit Qwen/Qwen3.5-0.8B --json > audit.json
-"""
 # The exit status after an error.
 FAILED = 2
 

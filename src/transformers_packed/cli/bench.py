@@ -1,4 +1,11 @@
-"""`transformers-packed bench`: time training steps of a model on this machine, padded with Transformers and packed.
+"""`transformers-packed bench`: time training steps of a model on this machine, padded and packed.
+
+Time whole training steps of --model on this machine: padded batches with Transformers' class, and a packed row with
+ours. A step is forward, backward, clipping and AdamW. Only the configuration of the model is read: its weights are
+random. Lengths of documents come from --data, or are generated.
+
+    transformers-packed bench --model Qwen/Qwen3.5-0.8B
+    transformers-packed bench --model Qwen/Qwen3.5-4B --data chats.jsonl --row-length 8192 --lora --plot bench.png
 
 Both arms have random weights of the same seed and compute the same documents. Each runs in a process of its own
 (`bench_arm.py`), for its peak memory and because kernels stay in a process.
@@ -21,17 +28,6 @@ from .process import raise_on_interrupt
 # Standard deviation of the logarithms of generated lengths: many documents are short, and few are long.
 _SPREAD = 1.0
 _LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-
-HELP = "time training steps of a model on this machine, padded and packed"
-DESCRIPTION = (
-    "Time whole training steps of --model on this machine: padded batches with Transformers' class, and "
-    "a packed row with ours. A step is forward, backward, clipping and AdamW. Only the configuration of the model is "
-    "read: its weights are random. Lengths of documents come from --data, or are generated."
-)
-EXAMPLES = """\
-transformers-packed bench --model Qwen/Qwen3.5-0.8B
-transformers-packed bench --model Qwen/Qwen3.5-4B --data chats.jsonl --row-length 8192 --lora --plot bench.png
-"""
 
 
 def add_options(parser: Parser) -> None:

@@ -50,7 +50,7 @@ def load_config(option: str, source: str, trust_remote_code: bool, expected: str
         `ValueError`: it needs its own code, which may not run, Transformers does not know its type, it has values of
             wrong types, or there is only an adapter.
     """
-    with _errors(option, source, "configuration", expected), adapter_refused(option, source):
+    with reading(option, source, "configuration", expected):
         if Path(source).name == "config.json" and not Path(source).is_file():
             raise FileNotFoundError("file not found")
         # Transformers looks for code only in directories.
@@ -58,11 +58,9 @@ def load_config(option: str, source: str, trust_remote_code: bool, expected: str
         try:
             return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         except StrictDataclassError as error:
-            reason = " ".join(str(error).split())
+            got = f"{source}: {' '.join(str(error).split()).rstrip('.')}"
             fix = "Correct config.json, or download it again."
-            raise input_error(
-                "a valid configuration", f"{source}: {reason.rstrip('.')}", fix, option=option
-            ) from error
+            raise input_error("a valid configuration", got, fix, option=option) from error
 
 
 def load_tokenizer(option: str, source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -72,7 +70,7 @@ def load_tokenizer(option: str, source: str, trust_remote_code: bool) -> PreTrai
         `OSError`: the tokenizer does not exist.
         `ValueError`: it needs its own code, which may not run, or has no vocabulary.
     """
-    with _errors(option, source, "tokenizer"):
+    with reading(option, source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     # Without files, Transformers creates an empty tokenizer of the class for the configuration's type.
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
@@ -97,7 +95,7 @@ def load_weights(option: str, source: str, auto: Any, **options) -> PreTrainedMo
     flags = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     fix = "Save the checkpoint with Transformers' class: model.save_pretrained(...)."
     try:
-        with own_code_refused(option, source):
+        with reading(option, source, "checkpoint"):
             model, info = auto.from_pretrained(source, **flags, **options)
     except RuntimeError as error:
         if type(error) is not RuntimeError:  # of the device, such as its memory
@@ -110,16 +108,6 @@ def load_weights(option: str, source: str, auto: Any, **options) -> PreTrainedMo
         got = f"{source} with {', '.join(wrong)}"
         raise input_error(f"all weights of {type(model).__name__} and no others", got, fix, option=option)
     return model
-
-
-@contextmanager
-def adapter_refused(option: str, source: str) -> Iterator[None]:
-    """Replace the error for a configuration that does not exist, where there is only an adapter."""
-    try:
-        yield
-    except (OSError, ValueError):
-        _refuse_adapter(option, source)
-        raise
 
 
 def _refuse_adapter(option: str, source: str) -> None:
@@ -143,27 +131,21 @@ def has_own_code(error: ValueError) -> bool:
 
 
 @contextmanager
-def own_code_refused(option: str, source: str) -> Iterator[None]:
-    """Replace the argument in Transformers' error with the option of our commands."""
+def reading(option: str, source: str, what: str, expected: str = _LOCAL_OR_HUB) -> Iterator[None]:
+    """Replace errors of Transformers: by an adapter without a model, a part that is not there, or code of the checkpoint."""
     try:
         yield
-    except ValueError as error:
+    except (OSError, ValueError) as error:
+        _refuse_adapter(option, source)
+        if isinstance(error, OSError):
+            raise _cannot_read(option, source, what, error, expected) from error
         if not has_own_code(error):
             raise
         expected, fix = "a checkpoint without its own code", "Review the code, then add --trust-remote-code to run it."
         raise input_error(expected, f"{source}, which needs its own code", fix, option=option) from error
 
 
-@contextmanager
-def _errors(option: str, source: str, what: str, expected: str = _LOCAL_OR_HUB) -> Iterator[None]:
-    try:
-        with own_code_refused(option, source):
-            yield
-    except OSError as error:
-        raise cannot_read(option, source, what, error, expected) from error
-
-
-def cannot_read(option: str, source: str, what: str, error: OSError, expected: str = _LOCAL_OR_HUB) -> OSError:
+def _cannot_read(option: str, source: str, what: str, error: OSError, expected: str) -> OSError:
     """Build the error of a command for the `error` of Transformers. Raise it from `error`.
 
     If `source` is neither a local path nor available on the Hub, Transformers gives the reason only by the type of the

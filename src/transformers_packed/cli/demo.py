@@ -1,4 +1,10 @@
-"""`transformers-packed demo`: fine-tune a small Qwen3.5 twice on the CPU with the stock Trainer.
+"""`transformers-packed demo`: compare padded and packed training of a small model on the CPU.
+
+Train a small Qwen3.5 twice on the CPU: on padded batches with Transformers' class, and on packed rows with ours, from
+the same weights and samples. Prints a comparison, and writes demo.png if matplotlib is installed.
+
+    transformers-packed demo
+    transformers-packed demo --samples 400 --steps 10
 
 The padded arm is stock Transformers: its class, its collator, right padding. The packed arm uses our class and our
 collator. Both start from the same weights, train on the same samples in the same steps, and must log the same losses.
@@ -22,17 +28,6 @@ from .process import raise_on_interrupt
 VOCAB_SIZE = 4096
 MAX_LENGTH = 512
 LOSS_TOLERANCE = 1e-3
-
-HELP = "compare padded and packed training of a small model on the CPU"
-DESCRIPTION = (
-    "Train a small Qwen3.5 twice on the CPU: on padded batches with Transformers' class, and on "
-    "packed rows with ours, from the same weights and samples. Prints a comparison, and writes demo.png if matplotlib is "
-    "installed."
-)
-EXAMPLES = """\
-transformers-packed demo
-transformers-packed demo --samples 400 --steps 10
-"""
 
 
 def add_options(parser: Parser) -> None:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ..data.records.samples import make_samples
 from ..errors import input_error
 
 
@@ -77,10 +78,9 @@ def train_tokenizer(pairs: Sequence[tuple[str, str]], directory: Path, vocab_siz
     tokenizer.decoder = decoders.ByteLevel()
     tokens = {"special_tokens": ["<|pad|>", "<|eos|>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **tokens)
-    texts = tqdm(
-        (text for pair in pairs for text in pair), "training the tokenizer", 2 * len(pairs), unit="text", disable=None
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    texts = [text for pair in pairs for text in pair]
+    bar = tqdm(texts, "training the tokenizer", unit="text", disable=None)
+    tokenizer.train_from_iterator(bar, trainer)
     special = {"pad_token": "<|pad|>", "eos_token": "<|eos|>", "padding_side": "right"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
     return AutoTokenizer.from_pretrained(directory)
@@ -95,16 +95,10 @@ def tokenize(
         `tuple`: samples with `input_ids` and `labels` (-100 for the prompt), and the number of truncated samples. A
             pair whose prompt fills `max_length` has no target and is skipped.
     """
-    samples, truncated = [], 0
-    for docstring, source in tqdm(pairs, "tokenizing", unit="pair", disable=None):
-        prompt = tokenizer(f'"""{docstring}"""\n')["input_ids"]
-        if len(prompt) >= max_length:
-            continue
-        completion = [*tokenizer(source)["input_ids"], tokenizer.eos_token_id]
-        truncated += len(prompt) + len(completion) > max_length
-        columns = {"input_ids": [*prompt, *completion], "labels": [*[-100] * len(prompt), *completion]}
-        samples.append({name: column[:max_length] for name, column in columns.items()})
-    if not samples:
+    if not pairs:
         fix = "Use a Python installation with a standard library of .py files."
-        raise input_error("functions with docstrings in the standard library", f"{len(pairs)} pairs", fix)
-    return samples, truncated
+        raise input_error("functions with docstrings in the standard library", "none", fix)
+    records = (("", {"prompt": f'"""{docstring}"""\n', "completion": source}) for docstring, source in pairs)
+    samples = make_samples(records, tokenizer, max_length, "prompt-completion")
+    data = [{name: column.tolist() for name, column in sample.items()} for sample in samples.data]
+    return data, samples.truncated - samples.dropped

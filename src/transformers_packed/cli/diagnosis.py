@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import input_error
@@ -25,7 +25,7 @@ from ..models.mtp import declares_head, find_head
 from ..models.packed_model import PackedModelMixin
 from ..models.padding import why_padded
 from ..models.registry import check_transformers, patch_model
-from ..models.releases import builds, supports_flash_attention
+from ..models.releases import auto_class, builds, supports_flash_attention
 from ..models.replacements import REPLACEMENTS
 from ..models.sizes import sizes_for_ops
 from ..models.verdict import judge, text_config
@@ -146,13 +146,10 @@ def empty_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pr
     Raises:
         `ValueError`: there is no such model, or it cannot be built.
     """
-    autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    known = [auto for auto in autos if builds(auto, config)]
-    if not known and not trust_remote_code:
-        raise input_error(
-            "a causal language model", f"the type {config.model_type}", "Choose a model that generates text."
-        )
-    auto = known[0] if known else AutoModelForCausalLM
+    auto = auto_class(config)
+    if not builds(auto, config) and not trust_remote_code:
+        fix = "Choose a model that generates text."
+        raise input_error("a causal language model", f"the type {config.model_type}", fix)
     try:
         with torch.device("meta"):
             return auto.from_config(config, trust_remote_code=trust_remote_code)
@@ -256,9 +253,8 @@ def _of_masks(model: PreTrainedModel, attention: str, device: torch.device) -> I
     elif attention == "sdpa" and any("causal_attention" in family.rows for family in families_of(model, Mixers)):
         return
     elif device.type != "cpu" and attention in ("sdpa", "eager") and supports_flash_attention(model):
-        fix = 'attn_implementation="flash_attention_2"' + (
-            "" if find_spec("flash_attn") else " (pip install flash-attn)"
-        )
+        install = "" if find_spec("flash_attn") else " (pip install flash-attn)"
+        fix = f'attn_implementation="flash_attention_2"{install}'
         yield Finding("warning", f"Attention {attention} applies a mask over the whole row.", fix)
 
 
@@ -359,14 +355,12 @@ def _of_float8(
 
 
 def _of_graphs(model: PreTrainedModel | None) -> Iterator[Finding]:
-    count = None if model is None else model.num_parameters()
-    for shape, most, tokens in _FASTER_IN_GRAPHS:
-        if count is None or count <= most:
-            text = f"Rows of up to {tokens:,} tokens are bound by the host, rows of {_LONG_ROW:,} by the GPU"
-            text = f"{text} (measured on an H200 at the {shape} shape)."
-            yield Finding("note", text, f"use_cuda_graphs(model, max_length={tokens})")
-            if count is not None:
-                return
-    if count is not None:
+    size = 0 if model is None else model.num_parameters()
+    shapes = [(shape, tokens) for shape, most, tokens in _FASTER_IN_GRAPHS if size <= most]
+    for shape, tokens in shapes if model is None else shapes[:1]:
+        text = f"Rows of up to {tokens:,} tokens are bound by the host, rows of {_LONG_ROW:,} by the GPU"
+        text = f"{text} (measured on an H200 at the {shape} shape)."
+        yield Finding("note", text, f"use_cuda_graphs(model, max_length={tokens})")
+    if not shapes:
         text = f"Rows of {_LONG_ROW:,} tokens are bound by the GPU; short rows were not measured at this size."
         yield Finding("note", text)

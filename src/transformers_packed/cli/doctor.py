@@ -1,4 +1,13 @@
-"""`transformers-packed doctor`: problems and slow parts of this machine or a model, and their fixes."""
+"""`transformers-packed doctor`: find problems and slow parts of this machine or a model, and their fixes.
+
+Print versions, the implementation of each op for training packed rows on this machine, the reasons why others do not
+run, and the commands that change it. With --model, also whether and how the model keeps documents apart; only its
+configuration is read. Exit status: 1 if documents would mix, results would be wrong, or a GPU lacks a kernel that can
+be installed, else 0.
+
+    transformers-packed doctor
+    transformers-packed doctor --model Qwen/Qwen3.5-0.8B
+"""
 
 import argparse
 import json
@@ -12,18 +21,6 @@ from .options import Parser
 
 _HEADINGS = {"problem": "Problems:", "warning": "Slow:", "note": "Notes:"}
 
-HELP = "find problems and slow parts of this machine or a model, and their fixes"
-DESCRIPTION = (
-    "Print versions, the implementation of each op for training packed rows on this machine, the "
-    "reasons why others do not run, and the commands that change it. With --model, also whether and how the model "
-    "keeps documents apart; only its configuration is read. Exit status: 1 if documents would mix, results would be "
-    "wrong, or a GPU lacks a kernel that can be installed, else 0."
-)
-EXAMPLES = """\
-transformers-packed doctor
-transformers-packed doctor --model Qwen/Qwen3.5-0.8B
-"""
-
 
 def add_options(parser: Parser) -> None:
     """Declare the options of the command."""
@@ -35,12 +32,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the diagnosis. Returns 0 without problems, else 1."""
     import torch
 
-    from .checkpoint import load_config, own_code_refused
+    from .checkpoint import load_config, reading
     from .diagnosis import diagnose
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = load_config("--model", args.model, args.trust_remote_code) if args.model else None
-    with own_code_refused("--model", args.model):
+    with reading("--model", args.model, "checkpoint"):
         options = {"name": args.model, "trust_remote_code": args.trust_remote_code}
         diagnosis = diagnose(device, config, args.attn, **options)
     print(_json(diagnosis) if args.json else "\n".join([env.describe_environment(), *_lines(diagnosis)]))

@@ -1,4 +1,7 @@
-"""`transformers-packed env`: versions and devices, which `transformers-packed doctor` prints first."""
+"""`transformers-packed env`: print versions and devices.
+
+Print the versions of Python and of all packages that matter, and the devices.
+"""
 
 import argparse
 import platform
@@ -12,11 +15,6 @@ PACKAGES = {
     "kernels": ("triton", "flash-linear-attention", "flash-qla", "tilelang", "causal-conv1d", "flash-attn"),
     "optional": ("peft", "trl", "datasets"),
 }
-
-
-HELP = "print versions and devices"
-DESCRIPTION = "Print the versions of Python and of all packages that matter, and the devices."
-EXAMPLES = ""
 
 
 def add_options(parser: Parser) -> None:

@@ -47,7 +47,7 @@ from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.configure import configure_packing
 from ..training.optimizers import arguments_for, class_and_kwargs
 from ..training.warm_up import start_compiling
-from .checkpoint import adapter_refused, cannot_read, has_own_code, load_tokenizer, load_weights
+from .checkpoint import has_own_code, load_tokenizer, load_weights, reading
 from .folder_trainer import RunFolderTrainer
 from .lines import duration, say
 from .process import raise_on_interrupt
@@ -86,7 +86,11 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         settings.every_turn,
         settings.row_length,
     )
-    _say_samples(samples, settings)
+    say(
+        f"{count(len(samples.data), 'sample')} ({samples.format}) with {count(samples.tokens, 'token')}, "
+        f"{samples.targets:,} of them targets; {samples.truncated:,} truncated to {count(settings.max_length, 'token')}, "
+        f"{samples.dropped:,} without a target dropped."
+    )
     kept = settings_to_keep(settings, source, samples)
     check_same_settings(settings.output, kept, settings.resume)
     set_seed(settings.seed)
@@ -134,12 +138,9 @@ def _adapters(settings: Namespace) -> str:
     return f"{said}," if settings.experts or settings.load_in_4bit else said
 
 
-def _say_samples(samples: Samples, settings: Namespace) -> None:
-    say(
-        f"{count(len(samples.data), 'sample')} ({samples.format}) with {count(samples.tokens, 'token')}, "
-        f"{samples.targets:,} of them targets; {samples.truncated:,} truncated to {count(settings.max_length, 'token')}, "
-        f"{samples.dropped:,} without a target dropped."
-    )
+def _say_saved(settings: Namespace) -> None:
+    saved, head = "adapter" if settings.lora else "model", ", the head" if settings.mtp or settings.mtp_only else ""
+    say(f"Saved the {saved}{head} and the tokenizer in {settings.output}")
 
 
 def _say_start(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -> None:
@@ -151,11 +152,6 @@ def _say_start(settings: Namespace, checkpoint: Path | None, damaged: list[str])
         say(f"No checkpoint in {settings.output} yet: starting from the beginning.")
     elif (settings.output / SETTINGS_FILE).is_file():
         say(f"The earlier run in {settings.output} wrote no checkpoint: starting over.")
-
-
-def _say_saved(settings: Namespace) -> None:
-    saved, head = "adapter" if settings.lora else "model", ", the head" if settings.mtp or settings.mtp_only else ""
-    say(f"Saved the {saved}{head} and the tokenizer in {settings.output}")
 
 
 def check_adapters(settings: Namespace) -> None:
@@ -236,7 +232,7 @@ def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict
 
 def supported_config(source: str, settings: Namespace | None = None) -> PreTrainedConfig:
     """The configuration of a checkpoint that our causal language models support, with the options in `settings`."""
-    with adapter_refused("--model", source):
+    with reading("--model", source, "checkpoint"):
         config = _supported_config(source)
     able = [family for family in OWN if family.has_graphs]
     has_graphs = family_of(config) in able
@@ -258,8 +254,6 @@ def _supported_config(source: str) -> PreTrainedConfig:
         # Our classes need no code of the checkpoint.
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         found = f"{type(config).__name__} ({config.model_type})"
-    except OSError as error:
-        raise cannot_read("--model", source, "checkpoint", error) from error
     except ValueError as error:  # a model type that Transformers does not know
         config, found = None, "its own code" if has_own_code(error) else " ".join(str(error).split()).rstrip(".")
     # The commands plan rows by the sizes of layers.
@@ -360,9 +354,8 @@ def check_vocabulary(model: PreTrainedModel, samples: Samples) -> None:
     size = model.get_input_embeddings().weight.shape[0]
     if samples.largest >= size:
         expected = f"a tokenizer with ids below {size}, the size of the model's vocabulary"
-        raise input_error(
-            expected, f"the id {samples.largest}", "Save the model's own tokenizer with it.", option="--model"
-        )
+        got, fix = f"the id {samples.largest}", "Save the model's own tokenizer with it."
+        raise input_error(expected, got, fix, option="--model")
 
 
 def make_trainer(

@@ -1,21 +1,17 @@
-"""`transformers-packed memory`: the number of GPUs that must share a packed row."""
+"""`transformers-packed memory`: compute how many GPUs must share a packed row.
+
+Compute how many GPUs must share a row of --row-length tokens to train --model under FSDP2, and how much data they
+exchange.
+
+    transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 8 --gpu-memory 80 --row-length 1048576
+    transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 1 --gpu-memory 80 --row-length 16384 --optim flash_adamw_release
+    transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 141 --row-length 16384 --lora --experts
+    transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 80 --row-length 16384 --lora --load-in-4bit
+"""
 
 import argparse
 
 from .options import Parser, positive_float, positive_int
-
-
-HELP = "compute how many GPUs must share a packed row"
-DESCRIPTION = (
-    "Compute how many GPUs must share a row of --row-length tokens to train --model under FSDP2, and how "
-    "much data they exchange."
-)
-EXAMPLES = """\
-transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 8 --gpu-memory 80 --row-length 1048576
-transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 1 --gpu-memory 80 --row-length 16384 --optim flash_adamw_release
-transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 141 --row-length 16384 --lora --experts
-transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 80 --row-length 16384 --lora --load-in-4bit
-"""
 
 
 def add_options(parser: Parser) -> None:

@@ -1,4 +1,12 @@
-"""`transformers-packed mtp`: how many tokens that the head of a checkpoint drafts the model would accept."""
+"""`transformers-packed mtp`: measure how many drafts of a multi-token prediction head a model accepts.
+
+Measure how often the head of multi-token prediction, with which servers draft tokens, has the same first choice as the
+model. Choices are compared at the targets of the data, in any format of `train`. Compare a checkpoint before and after
+fine-tuning; `train` with --mtp-only trains the head.
+
+    transformers-packed mtp --model Qwen/Qwen3.5-0.8B --data chats.jsonl
+    transformers-packed mtp --model tuned --data chats.jsonl --steps 3 --samples 500
+"""
 
 import argparse
 import json
@@ -8,18 +16,6 @@ from itertools import islice
 from ..errors import count, input_error
 from .lines import say
 from .options import LONGEST_SAMPLE, Parser
-
-
-HELP = "measure how many drafts of a multi-token prediction head a model accepts"
-DESCRIPTION = (
-    "Measure how often the head of multi-token prediction, with which servers draft tokens, has the same "
-    "first choice as the model. Choices are compared at the targets of the data, in any format of `train`. Compare a "
-    "checkpoint before and after fine-tuning; `train` with --mtp-only trains the head."
-)
-EXAMPLES = """\
-transformers-packed mtp --model Qwen/Qwen3.5-0.8B --data chats.jsonl
-transformers-packed mtp --model tuned --data chats.jsonl --steps 3 --samples 500
-"""
 
 
 def add_options(parser: Parser) -> None:

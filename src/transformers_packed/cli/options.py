@@ -1,7 +1,9 @@
 """The parser of the commands, types of options, and shared options."""
 
 import argparse
+import inspect
 import re
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,9 +25,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def parsers() -> tuple["Parser", dict[str, "Parser"]]:
     """The parser of the program, and those of its commands by name."""
     parser = Parser(
-        prog="transformers-packed",
+        prog=_PROGRAM,
         description="Packed (padding-free) training of hybrid linear-attention models in Transformers.",
-        epilog="transformers-packed COMMAND --help shows the options and examples of a command.",
+        epilog=f"{_PROGRAM} COMMAND --help shows the options and examples of a command.",
     )
     version = f"%(prog)s {__version__}"
     parser.add_argument("--version", action="version", version=version, help="print the version")
@@ -33,21 +35,31 @@ def parsers() -> tuple["Parser", dict[str, "Parser"]]:
     commands = {}
     for name in COMMANDS:
         module = import_module(f".{name}", __package__)
-        texts = {"help": module.HELP, "description": module.DESCRIPTION, "examples": module.EXAMPLES}
-        command = commands[name] = subparsers.add_parser(name, **texts)
+        command = commands[name] = subparsers.add_parser(name, **_texts(inspect.cleandoc(str(module.__doc__))))
         module.add_options(command)
         command.set_defaults(run=module.run, parser=command, failed=getattr(module, "FAILED", 1))
     return parser, commands
 
 
+def _texts(docstring: str) -> dict[str, Any]:
+    """The help, the description and the examples of a command. Its docstring has them in this order."""
+    title, description, *_ = docstring.split("\n\n")
+    examples = [line.strip() for line in docstring.splitlines() if line.startswith(f"    {_PROGRAM} ")]
+    return {
+        "help": title.partition(": ")[2].rstrip("."),
+        "description": " ".join(description.split()),
+        "examples": examples,
+    }
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that shows defaults, adds shared options, and refuses unknown arguments with its own usage."""
 
-    def __init__(self, examples: str = "", **kwargs):
+    def __init__(self, examples: Sequence[str] = (), **kwargs):
         super().__init__(formatter_class=_Formatter, **kwargs)
-        self.examples = examples.splitlines()
+        self.examples = examples
         if examples:
-            self.epilog = "\n  ".join(["examples:", *self.examples])
+            self.epilog = "\n  ".join(["examples:", *examples])
 
     def parse_known_args(self, args=None, namespace=None):
         """Refuse unknown arguments. `argparse` hands those of a command to the main parser, and so shows its usage."""
@@ -112,7 +124,7 @@ class Parser(argparse.ArgumentParser):
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         # Examples keep their lines.
-        return text if "\n" in text else super()._fill_text(text, width, indent)
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         told = action.default is None or action.default is False or "default:" in (action.help or "")
@@ -161,6 +173,7 @@ def output_file(text: str) -> Path:
     return path
 
 
+_PROGRAM = "transformers-packed"
 # Arguments of the library that options set under another name.
 _ARGUMENTS = {"max_length": "--row-length", "attn_implementation": "--attn", "lora_experts": "--experts"}
 # Nothing before a name, so that parts of paths stay.

@@ -1,4 +1,12 @@
-"""`transformers-packed plan`: plan packed rows over a file or a dataset and show them."""
+"""`transformers-packed plan`: plan packed rows over a dataset and show them.
+
+Plan packed rows over a file or a dataset. Prints their number and fill, the number of samples that are too long, and
+the balance between ranks. Records have input_ids, or any format of `train`. These are the rows of `train` with the same
+--model, --data, --row-length, --gradient-accumulation-steps and --seed.
+
+    transformers-packed plan --data chats.jsonl --model Qwen/Qwen3.5-0.8B --row-length 4096
+    transformers-packed plan --data chats.jsonl --model Qwen/Qwen3.5-0.8B --row-length 4096 --plot plan.png --preview 2
+"""
 
 import argparse
 import sys
@@ -24,16 +32,6 @@ _SHOWN_ROWS = 24
 _SHOWN_CHARACTERS = 160
 _TOKENS, _LABELS = "input_ids", "labels"
 _COLORS = ("#1f4e79", "#e0a030", "#4c9a6a", "#d1605e", "#7a6cb0", "#5fb0c9", "#a6744a", "#8a8f3c")
-HELP = "plan packed rows over a dataset and show them"
-DESCRIPTION = (
-    "Plan packed rows over a file or a dataset. Prints their number and fill, the number of samples "
-    "that are too long, and the balance between ranks. Records have input_ids, or any format of `train`. These are the "
-    "rows of `train` with the same --model, --data, --row-length, --gradient-accumulation-steps and --seed."
-)
-EXAMPLES = """\
-transformers-packed plan --data chats.jsonl --model Qwen/Qwen3.5-0.8B --row-length 4096
-transformers-packed plan --data chats.jsonl --model Qwen/Qwen3.5-0.8B --row-length 4096 --plot plan.png --preview 2
-"""
 
 
 def add_options(parser: Parser) -> None:

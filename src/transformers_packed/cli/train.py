@@ -1,4 +1,18 @@
-"""`transformers-packed train`: fine-tune a checkpoint on packed rows."""
+"""`transformers-packed train`: fine-tune a model on packed rows.
+
+Fine-tune a checkpoint of Qwen3-Next, Qwen3.5/3.6/3.8, Qwen3.5/3.6/3.8-MoE, OLMo-Hybrid, Kimi-Linear or Bailing-Hybrid
+on packed rows with the stock Trainer. A record of the data is a conversation (messages), a prompt and its completion, a
+text, or tokens (input_ids). The loss covers the assistant's turns, the completion, the whole text, or the tokens that
+labels or a mask leave in.
+
+    transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned
+    transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output adapter --lora
+    transformers-packed train --model Qwen/Qwen3.5-35B-A3B --data chats.jsonl --output adapter --lora --experts
+    transformers-packed train --model Qwen/Qwen3.5-35B-A3B --data chats.jsonl --output adapter --lora --experts --load-in-4bit
+    transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --row-length 8192
+    transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --save-steps 100 --resume
+    transformers-packed train --model tuned --data chats.jsonl --output drafting --mtp-only
+"""
 
 import argparse
 import os
@@ -15,22 +29,6 @@ from .run_folder import find_checkpoint
 
 # The usual weight of the loss of multi-token prediction.
 MTP_LOSS_WEIGHT = 0.1
-HELP = "fine-tune a model on packed rows"
-DESCRIPTION = (
-    "Fine-tune a checkpoint of Qwen3-Next, Qwen3.5/3.6/3.8, Qwen3.5/3.6/3.8-MoE, OLMo-Hybrid, "
-    "Kimi-Linear or Bailing-Hybrid on packed rows with the stock Trainer. A record of the data is a conversation "
-    "(messages), a prompt and its completion, a text, or tokens (input_ids). The loss covers the assistant's turns, the "
-    "completion, the whole text, or the tokens that labels or a mask leave in."
-)
-EXAMPLES = """\
-transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned
-transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output adapter --lora
-transformers-packed train --model Qwen/Qwen3.5-35B-A3B --data chats.jsonl --output adapter --lora --experts
-transformers-packed train --model Qwen/Qwen3.5-35B-A3B --data chats.jsonl --output adapter --lora --experts --load-in-4bit
-transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --row-length 8192
-transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --save-steps 100 --resume
-transformers-packed train --model tuned --data chats.jsonl --output drafting --mtp-only
-"""
 
 
 def add_options(parser: Parser) -> None:
@@ -85,7 +83,11 @@ def run(args: argparse.Namespace) -> None:
     if args.every_turn and args.sequence_parallel_size > 1:
         option = "--sequence-parallel-size"
         raise input_error(f"--every-turn without {option}", "both", f"Remove {option}.", option="--every-turn")
-    _check_processes(args.sequence_parallel_size, int(os.environ.get("WORLD_SIZE", 1)))
+    size, processes = args.sequence_parallel_size, int(os.environ.get("WORLD_SIZE", 1))
+    if processes % size:
+        fix = f"Start the command with torchrun --no-python --nproc_per_node {size}."
+        expected, got = f"a multiple of {size} processes", "1 process" if processes == 1 else f"{processes} processes"
+        raise input_error(expected, got, fix, option="--sequence-parallel-size")
     if args.row_length and args.max_length > args.row_length:
         fix = "Lower it, or raise --row-length."
         raise input_error(
@@ -106,10 +108,3 @@ def run(args: argparse.Namespace) -> None:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     finetune(args, checkpoint, damaged)
-
-
-def _check_processes(size: int, processes: int) -> None:
-    if processes % size:
-        got = "1 process" if processes == 1 else f"{processes} processes"
-        fix = f"Start the command with torchrun --no-python --nproc_per_node {size}."
-        raise input_error(f"a multiple of {size} processes", got, fix, option="--sequence-parallel-size")

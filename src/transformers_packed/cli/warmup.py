@@ -1,22 +1,18 @@
-"""`transformers-packed warmup`: compile the kernels of a model before it is trained."""
+"""`transformers-packed warmup`: compile the kernels of a model before it is trained.
+
+Compile every kernel that training of --model on this GPU needs, and keep them in the caches on disk, from where
+training loads them in milliseconds. Only the configuration of the model is read: a few of its layers run with random
+weights. Options that select kernels must be those of the training.
+
+    transformers-packed warmup --model Qwen/Qwen3.5-0.8B
+    transformers-packed warmup --model Qwen/Qwen3.5-0.8B --row-length 8192 --lora
+"""
 
 import argparse
 from typing import Any
 
 from .options import LONGEST_SAMPLE, SAMPLES, Parser
 from .process import raise_on_interrupt
-
-
-HELP = "compile the kernels of a model before it is trained"
-DESCRIPTION = (
-    "Compile every kernel that training of --model on this GPU needs, and keep them in the caches on "
-    "disk, from where training loads them in milliseconds. Only the configuration of the model is read: a few of its "
-    "layers run with random weights. Options that select kernels must be those of the training."
-)
-EXAMPLES = """\
-transformers-packed warmup --model Qwen/Qwen3.5-0.8B
-transformers-packed warmup --model Qwen/Qwen3.5-0.8B --row-length 8192 --lora
-"""
 
 
 def add_options(parser: Parser) -> None:
