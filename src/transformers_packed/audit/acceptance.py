@@ -205,6 +205,5 @@ def _mask_of_chains(length: int, step: int, like: torch.Tensor) -> torch.Tensor:
     number = torch.arange(step + 1, device=like.device).repeat_interleave(length)
     first = (number[None] == 0) & (token[None] <= token[:, None])
     own = (token[None] == token[:, None]) & (number[None] <= number[:, None])
-    return torch.zeros_like(first, dtype=like.dtype).masked_fill(~(first | own), torch.finfo(like.dtype).min)[
-        None, None
-    ]
+    mask = torch.zeros_like(first, dtype=like.dtype).masked_fill(~(first | own), torch.finfo(like.dtype).min)
+    return mask[None, None]

@@ -1,13 +1,12 @@
 """Sequence parallelism: several processes compute one packed row. Each process holds a part of its tokens.
 
-`groups.py` has the processes that share a row, `shard.py` the parts of a row, and `collectives.py` communication with
-gradients. `attention.py`, `gated_delta.py` and `vision.py` compute layers on a part; `losses.py` gathers losses.
+`groups.py` has the processes that share a row, `shard.py` the parts of a row and of losses, and `collectives.py`
+communication with gradients. `attention.py`, `gated_delta.py` and `vision.py` compute layers on a part.
 """
 
 from . import attention, gated_delta  # noqa: F401  the forms of the ops for parts of a row
 from .groups import SequenceParallel
-from .losses import gather_loss_tensors
-from .shard import RowShard, shard_batch
+from .shard import RowShard, gather_loss_tensors, shard_batch
 
 
 __all__ = ["RowShard", "SequenceParallel", "gather_loss_tensors", "shard_batch"]

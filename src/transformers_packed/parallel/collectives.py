@@ -29,11 +29,8 @@ def all_to_all(x: torch.Tensor, scatter_dim: int, gather_dim: int, group: dist.P
     Returns:
         `torch.Tensor`: with `P` ranks, `scatter_dim` is `P` times shorter and `gather_dim` is `P` times longer.
     """
-    there, back = (
-        partial(_exchange, group, scatter_dim, gather_dim),
-        partial(_exchange, group, gather_dim, scatter_dim),
-    )
-    return _Collective.apply(x, there, back)
+    there = partial(_exchange, group, scatter_dim, gather_dim)
+    return _Collective.apply(x, there, partial(_exchange, group, gather_dim, scatter_dim))
 
 
 @torch.compiler.disable
