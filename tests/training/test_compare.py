@@ -8,7 +8,16 @@ import torch
 from parameterized import parameterized
 
 from transformers_packed.audit.isolation import UnseenError
-from transformers_packed.training.compare import BARS, GRADIENT, LOSS, RUNS, DifferenceError, Exact, Side, find_difference
+from transformers_packed.training.compare import (
+    BARS,
+    GRADIENT,
+    LOSS,
+    RUNS,
+    DifferenceError,
+    Exact,
+    Side,
+    find_difference,
+)
 
 
 NOISES, DIFFERENCES = (0.0, 1e-6, 1e-3, 0.02, 0.3), (0.0, 1e-6, 1e-3, 0.02, 0.3, 3.0)

@@ -24,8 +24,8 @@ from transformers_packed import IterablePackingDataset, configure_packing, pack_
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.models.versions import supports_other_families
 from transformers_packed.training import setup
-from transformers_packed.training.callbacks.every_gradient import EveryGradient
 from transformers_packed.training.callbacks.metrics import PackingMetricsCallback
+from transformers_packed.training.callbacks.weights import EveryGradient
 
 
 FIGURES = {"tokens_per_second", "documents_per_row", "padding_avoided"}

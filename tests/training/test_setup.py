@@ -70,7 +70,7 @@ class OverriddenTest(SetupTestCase):
     @parameterized.expand([("training_step", "class"), ("compute_loss", "instance"), ("evaluate", "wrapped")])
     def test_auto_leaves_it_alone(self, name, how):
         trainer = self.own(name, how)
-        self.assertEqual(Facts.of(trainer, Options()).own, [name])
+        self.assertEqual(Facts.of(trainer, Options()).custom, [name])
         named = f"OwnTrainer.{name}" if how == "class" else name
         self.assertIn(f"got a custom {named}, which may count samples", said(configure_packing, trainer)[0])
         self.assertFalse(has_our_classes(trainer.model))
@@ -89,9 +89,9 @@ class OverriddenTest(SetupTestCase):
         model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
         trainers.append(said(PackedTrainer, model, args, train_dataset=Samples(6))[1])
         for trainer in trainers:
-            self.assertEqual(Facts.of(trainer, Options()).own, [])
+            self.assertEqual(Facts.of(trainer, Options()).custom, [])
             said(configure_packing, trainer)
-            self.assertEqual(Facts.of(trainer, Options()).own, [])
+            self.assertEqual(Facts.of(trainer, Options()).custom, [])
 
     def test_a_loss_that_reads_logits_in_mixed_precision(self):
         """accelerate copies the output of the model, and a copy cannot compute logits later."""

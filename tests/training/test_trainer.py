@@ -404,7 +404,7 @@ class FiguresTest(TrainerTestCase):
             callback._count(trainer.model, (), batch)
             callback.on_step_end(args, None, None)
             figures = callback._figures(args)
-        callback._detach()
+        callback._hooks.close()
         self.assertEqual(figures["tokens_per_second"], round(2 * 192 / 2.0, 1))
         self.assertEqual(figures["padding_avoided"], round(1 - 192 / 256, 4))
         # The lengths fill whole chunks, so the callback's estimate of chunks is exact. All weights are trained.

@@ -110,7 +110,7 @@ class FindsTest(VerifyTestCase):
         trainer.compute_loss = lambda *args, **kwargs: per_sample(*args, **kwargs)
         with (
             mock.patch.object(facts, "replaced_in", return_value=[]),
-            mock.patch.object(checks, "_PADDING", (type(collate).__name__,)),
+            mock.patch.object(checks, "KNOWN_COLLATORS", (type(collate).__name__,)),
         ):
             self.check_undone(trainer, "the padded batch of the same documents")
 

@@ -38,13 +38,13 @@ from transformers_packed import (
     use_float8,
     warm_up,
 )
+from transformers_packed.audit.model_state import as_before
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.training import sequence_parallel
 from transformers_packed.training import warm_up as module
 from transformers_packed.training.callbacks import warm_up as callback
 from transformers_packed.training.callbacks.verify import VerifyCallback
 from transformers_packed.training.callbacks.warm_up import WarmUpCallback
-from transformers_packed.training.restore import as_before
 from transformers_packed.training.warm_up import rows_to_run
 
 
@@ -163,7 +163,7 @@ class StateTest(KernelsTestCase):
         model = small(max_position_embeddings=32, rope_parameters=rope | {"mrope_section": [4, 2, 2]}, head_dim=16)
         row = {"input_ids": torch.ones(1, 64, dtype=torch.long), "cu_seqlens": torch.tensor([0, 64])}
         expected = copy.deepcopy(model).eval()(**row).logits
-        with as_before(model, torch.device("cpu")):
+        with as_before(model):
             model(**row)
         torch.testing.assert_close(model.eval()(**row).logits, expected)
 
@@ -178,7 +178,7 @@ class StateTest(KernelsTestCase):
         self.assertEqual(len(taken), 1)
         hook.remove()
         weight.register_post_accumulate_grad_hook(taken.append)
-        with self.assertRaises(KeyboardInterrupt), as_before(model, torch.device("cpu")):
+        with self.assertRaises(KeyboardInterrupt), as_before(model):
             raise KeyboardInterrupt
         self.assertEqual(len(weight._post_accumulate_grad_hooks), 1)
 

@@ -1,9 +1,11 @@
 """The state of a model during an audit: training mode without randomness. The audit restores the original state."""
 
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch.nn.modules.batchnorm import _NormBase
@@ -28,12 +30,49 @@ def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     the other documents, which changes the last bits and sometimes the routing.
     """
     inner = inner_model(model)
-    devices = sorted({x.device.index for x in model.parameters() if x.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), _same_values(model), frozen(model), _in_training(model), quiet(model):
+    with as_before(model), _same_attributes(model), frozen(model), quiet(model):
+        for module in model.modules():
+            # Batch norms would mix documents.
+            module.training = not isinstance(module, _NormBase)
         if hasattr(inner.config, "use_cache"):
             inner.config.use_cache = False
         _batch_experts(inner, notes)
         yield
+
+
+@contextmanager
+def as_before(model: torch.nn.Module) -> Iterator[None]:
+    """Prepare the model for training, and restore gradients, buffers, modes and random states afterwards.
+
+    Post-accumulate hooks of gradients do not run meanwhile: some update the weight. Other hooks of gradients run. A buffer
+    that a forward replaces stays replaced, because attributes such as a cached length belong to it.
+    """
+    states = random.getstate(), np.random.get_state()
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    # Autograd keeps the dictionary of a parameter that has had one.
+    hooked = [(hooks, dict(hooks)) for x in model.parameters() if (hooks := x._post_accumulate_grad_hooks)]
+    devices = sorted({x.device.index for x in model.parameters() if x.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            model.zero_grad()
+            for hooks, _ in hooked:
+                hooks.clear()
+            model.train()
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for hooks, kept in hooked:
+                hooks.update(kept)
+            for buffer, content in buffers:
+                if not torch.equal(buffer, content):
+                    buffer.data.copy_(content)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 @contextmanager
@@ -53,12 +92,11 @@ def _is_rate(item: Any, name: str, value: Any) -> bool:
 
 
 @contextmanager
-def _same_values(model: torch.nn.Module) -> Iterator[None]:
-    """Restore what a forward stores in modules and configurations: modes, cached lengths, and buffers with their contents."""
+def _same_attributes(model: torch.nn.Module) -> Iterator[None]:
+    """Restore what a forward stores in modules and configurations, such as cached lengths and other buffers."""
     modules = list(model.modules())
     namespaces = [vars(item) for item in (*modules, *_configs(model))] + [module._buffers for module in modules]
     entries = [(current, dict(current)) for current in namespaces]
-    contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
     try:
         yield
     finally:
@@ -66,9 +104,6 @@ def _same_values(model: torch.nn.Module) -> Iterator[None]:
             if current.keys() != before.keys() or any(current[name] is not before[name] for name in before):
                 current.clear()
                 current.update(before)
-        for buffer, content in contents:
-            if not torch.equal(content, buffer):
-                buffer.data.copy_(content)
 
 
 @contextmanager
@@ -81,22 +116,6 @@ def frozen(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-
-
-@contextmanager
-def _in_training(model: torch.nn.Module) -> Iterator[None]:
-    """Training mode in every module, but not in batch norms, which would mix documents."""
-    was_training = model.training
-    try:
-        # Call `train` only if the mode changes, because some models switch kernels in it.
-        if not was_training:
-            model.train()
-        for module in model.modules():
-            module.training = not isinstance(module, _NormBase)
-        yield
-    finally:
-        if not was_training:
-            model.eval()
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:

@@ -16,7 +16,7 @@ from .facts import Facts
 from .typed import Trainer
 
 
-def names_of(losses: Iterable[Loss]) -> str:
+def titles_of(losses: Iterable[Loss]) -> str:
     """Name these losses in an error."""
     return " and ".join(loss.title for loss in losses)
 
@@ -25,7 +25,7 @@ def against_losses(facts: Facts) -> Iterator[Rule]:
     """The rules of added losses, which the forward of the model computes."""
     if not facts.added:
         return
-    trainer, args, names = facts.trainer, facts.trainer.args, names_of(facts.added)
+    trainer, args, names = facts.trainer, facts.trainer.args, titles_of(facts.added)
     loss, remove = f"the model's own loss for {names}", f"or train without {names}."
     fix = "Train it in supervised fine-tuning."
     yield facts.record.pads, loss, f"that of {facts.name}, which also trains on rejected answers", fix
@@ -49,7 +49,7 @@ def train_losses(losses: tuple[Loss, ...], dtype: torch.dtype | None, model: tor
             parameter.requires_grad_(parameter in trained and parameter.requires_grad)
     inner: Any = inner_model(model)
     if not hasattr(type(inner), "losses"):
-        raise input_error(f"a language model of this package for {names_of(losses)}", type(inner).__name__)
+        raise input_error(f"a language model of this package for {titles_of(losses)}", type(inner).__name__)
     inner.losses = losses
 
 

@@ -1,17 +1,71 @@
-"""Change a Trainer as a [`Setup`] says, and undo it. [`configure_packing`] changes a Trainer only here."""
+"""How a Trainer trains, as a [`Setup`] that `setup.py` decides, and its changes, made and undone.
 
-from collections.abc import Iterable, Iterator
+[`configure_packing`] changes a Trainer only here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import TrainerCallback
 
 from ..models.registry import has_our_classes, inner_model, set_switches, unpatch_model
 from ..parallel.groups import SequenceParallel, destroy_groups
-from .changes import Change, Setup
+from .facts import Facts
 from .restore import without_autocast
 from .typed import Trainer
+
+
+# What is done to a model.
+Prepare = Callable[[torch.nn.Module], Any]
+
+
+class Change(NamedTuple):
+    """An attribute to set. `before` is its value on the object itself, or `Change` if it has none."""
+
+    target: Any
+    name: str
+    value: Any
+    before: Any
+
+    @classmethod
+    def of(cls, target: Any, **values: Any) -> "list[Change]":
+        return [cls(target, name, value, vars(target).get(name, cls)) for name, value in values.items()]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a Trainer trains, and what has to change for it.
+
+    Args:
+        mode (`str`):
+            `"off"`, `"padding_free"`, `"pack"`, or `"batches"` if the model packs padded batches itself.
+        line (`str`):
+            What the user reads.
+        facts ([`Facts`]):
+            What was known of the Trainer.
+        models (`tuple`):
+            The models to prepare: the one that trains, and before it those that compute its padded batches too.
+        prepare (`tuple[Callable]`):
+            What is done to each of them, and to the models of `model_init`, in this order.
+        changes (`tuple[Change]`):
+            All other changes.
+        padded (`Callable`, *optional*):
+            The collator of the padded batches that the rows stand for.
+        parallel (`dict`, *optional*):
+            Arguments of the [`SequenceParallel`] whose processes share rows.
+    """
+
+    mode: str
+    line: str
+    facts: Facts
+    models: tuple[torch.nn.Module, ...]
+    prepare: tuple[Prepare, ...] = ()
+    changes: tuple[Change, ...] = ()
+    padded: Callable | None = None
+    parallel: dict[str, Any] | None = None
 
 
 class Applied(TrainerCallback):
@@ -95,13 +149,11 @@ def undo_last(trainer: Trainer) -> list[str]:
         destroy_groups(trainer.sequence_parallel)
         del trainer.sequence_parallel
     added = [x for x in applied.changes if x.before is Change and isinstance(x.value, torch.nn.Module)]
-    if not added or not trainer.state.global_step:
-        _undo_changes(applied.changes)
-        return []
-    _undo_changes(x for x in applied.changes if not any(x is change for change in added))
-    for change in added:
+    kept = added if trainer.state.global_step else []
+    _undo_changes(x for x in applied.changes if not any(x is change for change in kept))
+    for change in kept:
         change.value.requires_grad_(False)
-    return ["the head of multi-token prediction, which has trained, stays in the model"]
+    return ["the head of multi-token prediction, which has trained, stays in the model"] if kept else []
 
 
 def _undo_changes(changes: Iterable[Change]) -> None:
@@ -120,12 +172,9 @@ def _undo_changes(changes: Iterable[Change]) -> None:
 
 def _changes_of(models: Iterable[torch.nn.Module], before: dict[tuple[int, str], Any]) -> list[Change]:
     """The attributes of models that have changed. An attribute that was not there has no value before."""
-    found = (
-        (target, name, value, before.get((id(target), name), Change)) for target, name, value in _attributes(models)
-    )
-    changes = [Change(*each) for each in found if each[2] is not each[3]]
+    now = [Change(*each, before.get((id(each[0]), each[1]), Change)) for each in _attributes(models)]
     # Parameters of a new module leave with it.
-    return [x for x in changes if x.name != "requires_grad" or x.before is not Change]
+    return [x for x in now if x.value is not x.before and (x.name != "requires_grad" or x.before is not Change)]
 
 
 def _attributes(models: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, str, Any]]:

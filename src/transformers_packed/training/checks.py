@@ -41,15 +41,12 @@ from ..models.verdict import (
 from ..ops.example import Setting, availability
 from .facts import Facts, package_of
 from .restore import without_autocast
-from .trainers import ONLY_PAD
+from .trainers import CREATE_LABELS, KNOWN_COLLATORS, ONLY_PAD
 from .typed import Trainer
 
 
 _VISION = {*VISION_COLUMNS, TOKEN_TYPES}
 _TEXT = {"input_ids", "attention_mask", "labels", "seq_lengths"}
-# Collators that only pad samples. Those in the second list also create the labels.
-_PADDING = ("DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSeq2Seq")
-_LABELLING = ("DataCollatorForLanguageModeling", "DataCollatorWithFlattening")
 _PADDED = "Train on padded batches."
 _MODEL = "a causal language model of Transformers"
 _PACKS = f"a model that packs padded batches ({titles()})"
@@ -87,14 +84,14 @@ def reasons_against(facts: Facts) -> Iterator[Rule]:
     yield options.share_prompts and got == "flex_attention", expected, got, fix
     yield from _of_patch(facts)
     if not facts.padded:
-        yield isolation(trainer.model, facts.mode == "auto")[1]
-    if facts.mode == "auto":
-        got = f"a custom {facts.named(facts.own)}, which may count samples or read the mask"
+        yield isolation(trainer.model, facts.options.mode == "auto")[1]
+    if facts.options.mode == "auto":
+        got = f"a custom {facts.named(facts.custom)}, which may count samples or read the mask"
         alone = trainer.args.per_device_train_batch_size == 1 and not facts.packed_rows
         alone = alone and not facts.padded and not options.shares_rows
         one = "per_device_train_batch_size=1, which has no padding to avoid"
         works = f'Pass packing="padding_free" if it works on tokens{_or_batches(model)}.'
-        yield facts.own, "methods of known trainers", got, works
+        yield facts.custom, "methods of known trainers", got, works
         yield alone, "more than one sample per batch", one, "Raise it, or pass packing=True with max_length."
 
 
@@ -105,7 +102,7 @@ def _or_batches(model: transformers.PreTrainedModel | None) -> str:
 
 def _of_mode(facts: Facts) -> Iterator[Rule]:
     switch, on = "TRANSFORMERS_PACKED_DISABLE_AUTO", 'Unset it, or pass packing="padding_free".'
-    mode, whole = facts.mode, f"whole batches of {facts.name}"
+    mode, whole = facts.options.mode, f"whole batches of {facts.name}"
     fix = 'Pass packing="padding_free". The model then packs each batch.'
     sampler = facts.plans_rows and MAKE_SAMPLER in facts.replaced
     samples = f"a custom {MAKE_SAMPLER}, which numbers samples"
@@ -161,7 +158,7 @@ def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
     if families_of(model, Unpacked):
         return "running the model on each document alone", None
     attention = attention_of(config)
-    planned = availability(Setting(trainer.args.device, _compute_dtype(trainer), **sizes_for_ops(config)))
+    planned = availability(Setting(trainer.args.device, compute_dtype(trainer), **sizes_for_ops(config)))
     flash = is_flash_attention_requested(requested_attention_implementation=attention)
     unknown = None, [(attention, "is not known to keep packed rows apart")]
     name, refused = (attention, []) if flash else planned.get(f"attention {attention}", unknown)
@@ -182,7 +179,8 @@ def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
     return f"running recurrent modules on each document alone, {way}" if mixed else way, None
 
 
-def _compute_dtype(trainer: Trainer) -> torch.dtype:
+def compute_dtype(trainer: Trainer) -> torch.dtype:
+    """The dtype of matrix products: that of autocast, or of the weights. It says nothing of products in 8 bits."""
     if trainer.args.bf16:
         return torch.bfloat16
     return torch.float16 if trainer.args.fp16 else inner_model(trainer.model).dtype
@@ -214,8 +212,6 @@ def _of_model(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator
     smoothing = f"label_smoothing_factor with {name}, whose labels Trainer does not shift"
     smooths = trainer.args.label_smoothing_factor and unshifted
     yield smooths, "labels shifted by one token", smoothing, "Set label_smoothing_factor=0."
-    classifies = f"sequence classification ({name}), which needs one label per sample instead of one per token"
-    yield name.endswith("ForSequenceClassification"), _MODEL, classifies, _PADDED
     other = not predicts or getattr(model.config, "is_encoder_decoder", False)
     yield other, _MODEL, f"{name}, which is not a causal language model", _PADDED
     # `check_patch` raises its own errors for unsupported models.
@@ -255,7 +251,7 @@ def _of_collator(trainer: Trainer) -> Iterator[Rule]:
     yield has_images(trainer), "processed samples", got, f"{fix}DataCollatorWithFlattening."
     if collator is transformers.default_data_collator or isinstance(collator, DataCollatorWithFlattening):
         return
-    known = kind.__module__.startswith(("transformers.", "trl.trainer.sft")) and kind.__name__ in _PADDING + _LABELLING
+    known = kind.__module__.startswith(("transformers.", "trl.trainer.sft")) and kind.__name__ in KNOWN_COLLATORS
     name = getattr(collator, "__name__", kind.__name__)
     got = f"a custom data collator ({name}), which may do more"
     fix = "Do not pass data_collator, or pass transformers_packed.DataCollatorWithFlattening."
@@ -279,7 +275,7 @@ def against_removal(facts: Facts) -> Iterator[Rule]:
     """
     if not facts.trainer.args.remove_unused_columns or facts.record.prepares:
         return
-    for dataset in datasets_of(facts.trainer, train=facts.mode != "pack" or facts.packed_rows):
+    for dataset in datasets_of(facts.trainer, train=facts.options.mode != "pack" or facts.packed_rows):
         # Rows that are lists keep their columns, and so does a stream that is trained on.
         if isinstance(dataset, PackingDataset) or not isinstance(first_sample(dataset), Mapping):
             continue
@@ -307,7 +303,7 @@ def _of_samples(trainer: Trainer) -> Iterator[Rule]:
     given = [sample[name] for name in ("labels", "label", "label_ids") if sample.get(name) is not None]
     one = any(np.ndim(labels) == 0 for labels in given)
     yield one, "labels per token", "samples with one label each (sequence classification)", _PADDED
-    none = not _is_labelled(sample) and not type(trainer.data_collator).__name__.endswith(_LABELLING)
+    none = not _is_labelled(sample) and not type(trainer.data_collator).__name__.endswith(CREATE_LABELS)
     fix = "Add a labels column, or pass DataCollatorForLanguageModeling(tokenizer, mlm=False)."
     yield none, "labels", "samples without labels, and a collator that creates none", fix
     yield find_unusable(trainer.train_dataset)
@@ -337,13 +333,16 @@ def _of_columns(facts: Facts, model: transformers.PreTrainedModel) -> Iterator[R
     yield left_out, "samples of tokens", got, "Remove the columns, or train on padded batches."
 
 
-def excludes_graphs(trainer: Trainer) -> str | None:
-    """What of a Trainer's set-up excludes CUDA graphs, if anything does."""
+def excludes_graphs(trainer: Trainer, padded: bool = False) -> str | None:
+    """What of a Trainer's set-up excludes CUDA graphs, if anything does. `padded` is whether its batches stay padded."""
+    inner = transformers_model(trainer.model) or trainer.model
+    has_graphs = any(family.has_graphs for family in families_of(inner, Own))
     args, shared = trainer.args, getattr(trainer, "sequence_parallel", None) is not None
     sharded = any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters())
     callbacks = trainer.callback_handler.callbacks
     released = any(getattr(callback, "releases_gradients", False) for callback in callbacks)
     reasons = (
+        (padded, f"a {type(trainer).__name__}, whose batches are padded"),
         (args.torch_compile, "torch_compile=True"),
         (released, "gradient release, because a graph computes all gradients at once"),
         (trainer.is_fsdp_enabled, "FSDP, which gathers weights in each step"),
@@ -352,6 +351,7 @@ def excludes_graphs(trainer: Trainer) -> str | None:
         (shared, "rows that several processes share"),
         (find_tree(trainer.train_dataset) is not None, "trees or groups, whose rows run without graphs"),
         (args.auto_find_batch_size, "auto_find_batch_size=True, which changes the length of rows"),
+        (not has_graphs, f"a {type(inner).__name__}"),
     )
     return next((reason for applies, reason in reasons if applies), None)
 

@@ -191,9 +191,10 @@ def _difference(row: Side, other: Side, precision: str, what: str) -> str | None
     for name, bar in _bars(row, other, precision):
         a, b = row.all(name), other.all(name)
         size = _size(b, _LEAST_LOSS if name == LOSS else 0.0)
-        noise = STANDARD_ERRORS * _standard_error(a, b)
         error = (a.mean(0) - b.mean(0)).norm().item()
         spread, expected = _spread(a), _spread(b)
+        # Of the standard error of the difference of two means.
+        noise = STANDARD_ERRORS * (spread**2 / len(a) + expected**2 / len(b)) ** 0.5
         if not error <= bar * size + noise:
             return _in_words(name, row, other, error / size, (spread + expected) / size, what)
         if not spread <= bar * size + SPREAD * expected:
@@ -226,11 +227,6 @@ def _size(runs: torch.Tensor, least: float = 0.0) -> float:
 def _spread(runs: torch.Tensor) -> float:
     """The standard deviation of a run, as a norm over all values."""
     return (runs.var(0).sum().sqrt()).item() if len(runs) > 1 else 0.0
-
-
-def _standard_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The standard error of the difference of two means."""
-    return (_spread(a) ** 2 / len(a) + _spread(b) ** 2 / len(b)) ** 0.5
 
 
 def _beyond_rounding(

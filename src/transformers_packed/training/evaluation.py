@@ -10,24 +10,23 @@ from typing import Any
 from ..data.documents import PaddedSamples, unpacked
 from ..foreign import swapped
 from .facts import LOSS_FUNCTION, replaced_in
+from .trainers import PAD_LABELS
 from .typed import Trainer
 
 
 _READ = {"prediction_step", "evaluate", "evaluation_loop", "predict", "compute_loss", LOSS_FUNCTION}
-# Collators that pad labels as well as tokens.
-_PAD_LABELS = ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling")
 
 
 def padded_batches_of(trainer: Trainer) -> Callable[[list], dict[str, Any]]:
     """The Trainer's own collator if it pads samples with labels, else [`PaddedSamples`]."""
     collator = trainer.data_collator
-    if type(collator).__name__ in _PAD_LABELS and not getattr(collator, "padding_free", False):
+    if type(collator).__name__ in PAD_LABELS and not getattr(collator, "padding_free", False):
         return collator
     tokenizer = trainer.processing_class or getattr(collator, "tokenizer", None)
     return PaddedSamples(getattr(collator, "token_columns", ()), getattr(tokenizer, "pad_token_id", None))
 
 
-class OwnBatches:
+class SampleBatches:
     """In place of a Trainer's `get_eval_dataloader` or `get_test_dataloader`: batches with a row for each sample.
 
     Rows stay packed if only their loss is read, by methods that are known. Otherwise packed rows become their documents,

@@ -75,10 +75,6 @@ class Facts:
         return cls(trainer, options, record, model, replaced, packed or streams, plans, losses)
 
     @property
-    def mode(self) -> str:
-        return self.options.mode
-
-    @property
     def name(self) -> str:
         """The name of the Trainer's class."""
         return type(self.trainer).__name__
@@ -86,7 +82,7 @@ class Facts:
     @property
     def padded(self) -> bool:
         """Whether batches stay padded, and the model packs each."""
-        return self.record.pads or self.mode == "batches"
+        return self.record.pads or self.options.mode == "batches"
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
@@ -99,12 +95,12 @@ class Facts:
         return added(self.losses)
 
     @property
-    def own(self) -> list[str]:
+    def custom(self) -> list[str]:
         """The replaced methods that may depend on the form of a batch."""
         return [name for name in self.replaced if not name.lstrip("_").startswith(_APART)]
 
     @property
-    def has_own_loss(self) -> bool:
+    def has_custom_loss(self) -> bool:
         return not {"compute_loss", LOSS_FUNCTION}.isdisjoint(self.replaced)
 
     @property

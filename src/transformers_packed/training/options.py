@@ -61,26 +61,31 @@ class Options(TrainingOptions):
     def check(self) -> None:
         """Raise a `ValueError` for a value that an option does not take, or for options that exclude each other."""
         modes, rules, ways = get_args(Mode), get_args(DeltaRuleMethod), (None, *get_args(AttentionMethod))
-        for name, words, takes in (
-            ("packing", f"True, False or one of {modes}", self.mode in modes),
-            ("mtp_loss_weight", "0 or more", self.mtp_loss_weight >= 0),
-            ("sequence_parallel_size", "1 or more", is_size(self.sequence_parallel_size)),
-            ("sequence_parallel_gated_delta_rule", rules, self.sequence_parallel_gated_delta_rule in rules),
-            ("sequence_parallel_attention", ways, self.sequence_parallel_attention in ways),
+        for name, words, wrong in (
+            ("packing", f"True, False or one of {modes}", self.mode not in modes),
+            ("mtp_loss_weight", "0 or more", not self.mtp_loss_weight >= 0),
+            ("sequence_parallel_size", "1 or more", not is_size(self.sequence_parallel_size)),
+            ("sequence_parallel_gated_delta_rule", rules, self.sequence_parallel_gated_delta_rule not in rules),
+            ("sequence_parallel_attention", ways, self.sequence_parallel_attention not in ways),
         ):
-            if not takes:
+            if wrong:
                 raise input_error(f"{name} of {words}", repr(getattr(self, name)))
         given = {x.name for x in fields(self) if (value := getattr(self, x.name)) != x.default and value is not False}
         packing, size = f"packing={self.packing!r}", f"sequence_parallel_size={self.sequence_parallel_size}"
         off, frozen = f"{packing} or padding_free=False", "mtp_only=True, whose trunk runs without gradients"
-        packs, shares, methods = self.mode != "off", self.shares_rows, [f"sequence_parallel_{x}" for x in self.methods]
-        # Options, what they need, whether that is so, and what it is instead.
-        for names, needed, is_so, got in (
-            (["max_length", *sorted(self.plan_options)], "packing=True", self.mode == "pack", packing),
-            (["share_prompts", "cuda_graphs", "sequence_parallel_size"], "packing other than False", packs, off),
-            (methods, "sequence_parallel_size above 1", shares, size),
-            (["cuda_graphs"], "no mtp_only", not self.mtp_only, frozen),
-            (["cuda_graphs"], "sequence_parallel_size=1", not shares, size),
+        shares, methods = self.shares_rows, [f"sequence_parallel_{x}" for x in self.methods]
+        # When options are wrong, which ones, what they need, and what it is instead.
+        for wrong, names, needed, got in (
+            (self.mode != "pack", ["max_length", *sorted(self.plan_options)], "packing=True", packing),
+            (
+                self.mode == "off",
+                ["share_prompts", "cuda_graphs", "sequence_parallel_size"],
+                "packing other than False",
+                off,
+            ),
+            (not shares, methods, "sequence_parallel_size above 1", size),
+            (self.mtp_only, ["cuda_graphs"], "no mtp_only", frozen),
+            (shares, ["cuda_graphs"], "sequence_parallel_size=1", size),
         ):
-            if not is_so and (which := ", ".join(name for name in names if name in given | set(self.plan_options))):
+            if wrong and (which := ", ".join(name for name in names if name in given | set(self.plan_options))):
                 raise input_error(f"{needed} with {which}", got, f"Pass {needed}, or remove {which}.")

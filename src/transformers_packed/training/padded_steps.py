@@ -76,9 +76,8 @@ def logged_scores(trainer: Trainer, model: torch.nn.Module, batch: dict[str, Any
 
 def items_of(trainer: Trainer, batch: Any) -> tuple[Any, Any]:
     """A batch on the device, as the Trainer gets it from its loader, and its number of items."""
-    (batch,), items = trainer.get_batch_samples(
-        iter([send_to_device(batch, trainer.args.device)]), 1, trainer.args.device
-    )
+    batches, device = iter([send_to_device(batch, trainer.args.device)]), trainer.args.device
+    (batch,), items = trainer.get_batch_samples(batches, 1, device)
     trainer.current_gradient_accumulation_steps = 1
     return batch, items
 

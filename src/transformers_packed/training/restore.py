@@ -1,13 +1,11 @@
 """Leave models, Trainers and data loaders as they were, after something has run on them before the first step."""
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,41 +27,8 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INSIDE = ("collate_fn", "data_collator", "base_dataloader")
 
 
-@contextmanager
-def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Prepare the model for training, and restore gradients, buffers, modes and random states afterwards.
-
-    Post-accumulate hooks of gradients do not run meanwhile: some update the weight. Other hooks of gradients run. A buffer
-    that a forward replaces stays replaced, because attributes such as a cached length belong to it.
-    """
-    states = random.getstate(), np.random.get_state()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    # Autograd keeps the dictionary of a parameter that has had one.
-    hooked = [(hooks, dict(hooks)) for x in model.parameters() if (hooks := x._post_accumulate_grad_hooks)]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            model.zero_grad()
-            for hooks, _ in hooked:
-                hooks.clear()
-            model.train()
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for hooks, kept in hooked:
-                hooks.update(kept)
-            for buffer, content in buffers:
-                buffer.data.copy_(content)
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-
-
 def against_other_rows(trainer: Trainer) -> str | None:
-    """Why a model cannot compute rows [`as_before`], beside those of its training."""
+    """Why a model cannot compute rows and be [`as_before`], beside those of its training."""
     if trainer.is_deepspeed_enabled:
         return "DeepSpeed runs forward and backward itself"
     if trainer.args.n_gpu > 1:

@@ -88,8 +88,6 @@ class GatherOfRows:
 class SharedRows:
     """In place of some methods of a Trainer whose processes share rows, which is that of its `sequence_parallel`.
 
-    Without `sequence_parallel`, they are the Trainer's own.
-
     Args:
         trainer (`transformers.Trainer`):
             The Trainer.
@@ -97,7 +95,7 @@ class SharedRows:
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
-        self.own = {name: getattr(trainer, name) for name in self.methods}
+        self.originals = {name: getattr(trainer, name) for name in self.methods}
 
     @property
     def methods(self) -> dict[str, Any]:
@@ -106,46 +104,38 @@ class SharedRows:
         return parts | {"prediction_step": self.prediction_step, "predict": self.predict}
 
     def make_loader(self, *args, **kwargs) -> DataLoader:
-        dataloader, parallel = self.own[MAKE_LOADER](*args, **kwargs), self.trainer.sequence_parallel
-        if parallel is not None:
-            if isinstance(dataloader.dataset, IterableDataset):
-                raise input_error(*_STREAM)
-            sampler = dataloader.batch_sampler
-            inner = sampler.batch_sampler if isinstance(sampler, BatchSamplerShard) else sampler
-            if not isinstance(sampler, BatchSamplerShard) or is_rebalancing(inner):
-                raise input_error(*_of_sampler(type(inner).__name__))
-            sampler.num_processes, sampler.process_index = parallel.data_parallel_size, parallel.data_parallel_rank
-            # A single reader needs no additional batches.
-            sampler.even_batches = parallel.data_parallel_size > 1
-            self.trainer._compared_rows = False
+        dataloader, parallel = self.originals[MAKE_LOADER](*args, **kwargs), self.trainer.sequence_parallel
+        if isinstance(dataloader.dataset, IterableDataset):
+            raise input_error(*_STREAM)
+        sampler = dataloader.batch_sampler
+        inner = sampler.batch_sampler if isinstance(sampler, BatchSamplerShard) else sampler
+        if not isinstance(sampler, BatchSamplerShard) or is_rebalancing(inner):
+            raise input_error(*_of_sampler(type(inner).__name__))
+        sampler.num_processes, sampler.process_index = parallel.data_parallel_size, parallel.data_parallel_rank
+        # A single reader needs no additional batches.
+        sampler.even_batches = parallel.data_parallel_size > 1
+        self.trainer._compared_rows = False
         return dataloader
 
     def predict(self, *args, **kwargs):
-        if self.trainer.sequence_parallel is not None:
-            raise input_error("an evaluation by loss", "predict, which needs whole documents", "Call evaluate.")
-        return self.own["predict"](*args, **kwargs)
+        raise input_error("an evaluation by loss", "predict, which needs whole documents", "Call evaluate.")
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss of the whole row. No process has whole documents to return."""
-        trainer, step = self.trainer, self.own["prediction_step"]
-        parallel, targets = trainer.sequence_parallel, inputs.get("shift_labels")
-        if parallel is None:
-            return step(model, inputs, prediction_loss_only, ignore_keys)
+        trainer, targets = self.trainer, inputs.get("shift_labels")
         # The mean over the targets of this part, not a share of the sum over all processes.
         with swapped(vars(trainer), **{COUNT_ITEMS: lambda *_: None}):
-            loss, _, _ = step(model, inputs, True, ignore_keys)
+            loss, _, _ = self.originals["prediction_step"](model, inputs, True, ignore_keys)
         if loss is None or targets is None:
             return loss, None, None
         number = (targets != -100).sum().to(loss)
         # The loss of a part without targets may be NaN.
         sums = torch.stack([torch.where(number > 0, loss * number, 0), number])
-        dist.all_reduce(sums, group=parallel.group)
+        dist.all_reduce(sums, group=trainer.sequence_parallel.group)
         return sums[0] / sums[1], None, None
 
     def prepare(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        trainer, inputs = self.trainer, self.own[PREPARE](inputs)
-        if trainer.sequence_parallel is None:
-            return inputs
+        trainer, inputs = self.trainer, self.originals[PREPARE](inputs)
         boundaries = inputs.get("boundaries")
         if not isinstance(boundaries, RowShard):
             fix = "Keep the Trainer's own dataloaders and the collator that configure_packing sets."

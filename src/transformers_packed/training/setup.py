@@ -15,7 +15,6 @@ from ..data.dataset import PackingDataset, sampled_lengths
 from ..data.planning.rows import mean_of_longest
 from ..data.samples import DIVIDING_COLUMNS, has_items
 from ..data.streaming import IterablePackingDataset
-from ..data.usual_rows import Rows
 from ..errors import Rule, count, first_error, input_error
 from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
 from ..models.families import LANGUAGE_MODELS, OWN, families_of, titles
@@ -26,16 +25,15 @@ from ..models.losses import trains_trunk
 from ..models.registry import check_patch, inner_model, patch_model, set_switches
 from ..models.releases import COUNT_ITEMS, KEPT_COLUMNS, kept_columns
 from ..models.replacements import REPLACEMENTS
-from .added_losses import BesideScores, ItemCounts, LossesCallback, against_losses, names_of, train_losses
-from .callbacks.every_gradient import EveryGradient
+from .added_losses import BesideScores, ItemCounts, LossesCallback, against_losses, titles_of, train_losses
+from .apply import Change, Prepare, Setup
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.neftune import DocumentNoise
 from .callbacks.resume import PackingPlanCallback
 from .callbacks.warm_up import GraphsCallback, WarmUpCallback, usual_rows
-from .callbacks.weights import WeightsCallback
-from .changes import Change, Prepare, Setup
+from .callbacks.weights import EveryGradient, WeightsCallback
 from .checks import against_removal, check_cache, excludes_graphs, isolation, reasons_against, way_of_isolation
-from .evaluation import OwnBatches, padded_batches_of
+from .evaluation import SampleBatches, padded_batches_of
 from .facts import Facts
 from .options import Options
 from .run_ahead import RunAheadCallback
@@ -87,7 +85,7 @@ def _against_options(facts: Facts) -> Iterator[Rule]:
     prompts = f'share_prompts with {", ".join(PREFERENCE)}, or with packing="batches"'
     repeats = "Set model.share_prompts = True if your own padded batches repeat prompts."
     yield options.share_prompts and not facts.padded, prompts, facts.name, repeats
-    why = _excludes_graphs(facts) if options.cuda_graphs else None
+    why = excludes_graphs(facts.trainer, facts.padded) if options.cuda_graphs else None
     with_graphs = titles(family for family in OWN if family.has_graphs)
     graphs = f"packed rows of a model of {with_graphs}, without shards, for cuda_graphs=True"
     yield why, graphs, why, "Remove cuda_graphs=True."
@@ -112,7 +110,7 @@ def _setup(
         prepare = [*prepare, partial(train_losses, facts.losses, torch.float32 if args.bf16 or args.fp16 else None)]
         callbacks = [LossesCallback(), *callbacks]
         changes += Change.of(trainer, **{COUNT_ITEMS: ItemCounts(getattr(trainer, COUNT_ITEMS), ours)})
-        if facts.record.scores:
+        if facts.record.scores_tokens:
             changes += Change.of(trainer, compute_loss=BesideScores(trainer, trainer.compute_loss))
     kept = _kept_from_liger(facts) if prepare else []
     if kept:
@@ -126,18 +124,9 @@ def _setup(
     line += end
     if ours:
         weighted = " and ".join(f"{loss.weight:g} x the loss of {loss.title}" for loss in ours)
-        line += f"; trains {f'with {weighted}' if len(ours) < len(facts.losses) else f'only {names_of(ours)}'}"
+        line += f"; trains {f'with {weighted}' if len(ours) < len(facts.losses) else f'only {titles_of(ours)}'}"
     models = facts.models if mode == "batches" else (trainer.model,)
     return Setup(mode, line, facts, models, tuple(prepare), tuple(changes), **more)
-
-
-def _excludes_graphs(facts: Facts) -> str | None:
-    """Why `cuda_graphs=True` is not possible, whatever the rows are."""
-    if facts.padded:
-        return f"a {facts.name}, whose batches are padded"
-    inner = facts.model
-    other = inner is None or not any(family.has_graphs for family in families_of(inner, Own))
-    return excludes_graphs(facts.trainer) or (f"a {type(inner or facts.trainer.model).__name__}" if other else None)
 
 
 def _off(facts: Facts, why: str) -> Setup:
@@ -146,7 +135,7 @@ def _off(facts: Facts, why: str) -> Setup:
     unset = {name: False for name in ("packing", "padding_free") if getattr(args, name, None) is None}
     changes = Change.of(args, **unset)
     if isinstance(trainer.data_collator, DataCollatorWithFlattening):
-        changes += Change.of(trainer, **_own_batches(trainer, trainer.data_collator))
+        changes += Change.of(trainer, **_padded_evaluation(trainer, trainer.data_collator))
     what = "batches are" if facts.options.float8 or facts.added else "training is"
     line = f"Packing off, {what} unchanged{f', on {facts.packed_by}' if facts.packed_by else ''}"
     return _setup(facts, "off", line, [], changes, trainer.callback_handler.callbacks, end=f": {why}")
@@ -171,17 +160,22 @@ def _of_batches(facts: Facts) -> Setup:
 
 def _of_rows(facts: Facts) -> Setup:
     """Packed rows for every other Trainer."""
-    trainer, options, own = facts.trainer, facts.options, facts.own
+    trainer, options, custom = facts.trainer, facts.options, facts.custom
     dataset, packed = trainer.train_dataset, facts.packed_rows or options.mode == "pack"
     if options.mode == "pack":
         dataset = _packed_dataset(facts)
     collator, ahead = _collator(facts), RunAheadCallback(trainer)
     warn_of_rope(inner_model(trainer.model).config)
     prepare: list[Prepare] = [partial(_prepare, trainer.args.use_cache)]
-    if own:
+    if custom:
         prepare.append(_keep_logits)
     if options.cuda_graphs:
-        prepare.append(partial(use_cuda_graphs, max_length=_rows_of_graphs(trainer, dataset, packed).max_length))
+        rows = usual_rows(trainer, dataset, packed)
+        if rows is None:
+            got = "a stream of samples" if isinstance(dataset, IterableDataset) else "no samples"
+            fix = "Pass packing=True and max_length, or remove cuda_graphs."
+            raise input_error("rows of known length for cuda_graphs=True", got, fix)
+        prepare.append(partial(use_cuda_graphs, max_length=rows.max_length))
     elif options.cuda_graphs is not None:
         prepare.append(remove_graphs)
     end, parts, parallel = "", "", None
@@ -190,9 +184,9 @@ def _of_rows(facts: Facts) -> Setup:
         end, parts, parallel = f"; {size} processes share each row", "parts of ", {"size": size, **options.methods}
         changes = _of_sharing(trainer, collator, size)
     else:
-        changes = Change.of(trainer, data_collator=collator, **_own_batches(trainer, collator))
-    if own:
-        end += f"; trusted to work on {parts}packed rows: {', '.join(own)}"
+        changes = Change.of(trainer, data_collator=collator, **_padded_evaluation(trainer, collator))
+    if custom:
+        end += f"; trusted to work on {parts}packed rows: {', '.join(custom)}"
     ddp, checks = _of_ddp(facts)
     changes += Change.of(trainer, training_step=ahead) + ddp + _of_data(facts, dataset, packed)
     callbacks = [*_callbacks(facts, dataset, packed), ahead, DocumentNoise(), WeightsCallback(), *checks]
@@ -225,7 +219,7 @@ def _collator(facts: Facts) -> DataCollatorWithFlattening:
     model = inner_model(trainer.model)
     fused = bool(families_of(model, Own))
     # Compiled models read no lengths on the host, and a loss of the user may cut the row.
-    on_host = fused and not trainer.args.torch_compile and not facts.has_own_loss
+    on_host = fused and not trainer.args.torch_compile and not facts.has_custom_loss
     options = {**given, "model": model, "on_leak": "ignore", "return_boundaries": on_host}
     if kind.__name__ == "DataCollatorForLanguageModeling" and kind.__module__.startswith("transformers."):
         collator: DataCollatorWithFlattening = CausalLabelsCollator(current.tokenizer.pad_token_id, **options)
@@ -236,10 +230,10 @@ def _collator(facts: Facts) -> DataCollatorWithFlattening:
     return collator
 
 
-def _own_batches(trainer: Trainer, packed: Callable) -> dict[str, OwnBatches]:
+def _padded_evaluation(trainer: Trainer, packed: Callable) -> dict[str, SampleBatches]:
     padded = padded_batches_of(trainer)
     names = "get_eval_dataloader", "get_test_dataloader"
-    return {name: OwnBatches(trainer, getattr(trainer, name), packed, padded) for name in names}
+    return {name: SampleBatches(trainer, getattr(trainer, name), packed, padded) for name in names}
 
 
 def _packed_dataset(facts: Facts) -> Any:
@@ -338,15 +332,6 @@ def _callbacks(facts: Facts, dataset: Any, packed: bool) -> list[TrainerCallback
     return [*first, PackingMetricsCallback(trainer, row_tokens=row_tokens), *others]
 
 
-def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
-    rows = usual_rows(trainer, dataset, packed)
-    if rows is None:
-        got = "a stream of samples" if isinstance(dataset, IterableDataset) else "no samples"
-        fix = "Pass packing=True and max_length, or remove cuda_graphs."
-        raise input_error("rows of known length for cuda_graphs=True", got, fix)
-    return rows
-
-
 def _trains_in_each_step(facts: Facts) -> bool:
     """Whether every row gives each trained parameter a gradient. Without images, a vision tower has none."""
     model, inner = facts.trainer.model, inner_model(facts.trainer.model)
@@ -356,7 +341,7 @@ def _trains_in_each_step(facts: Facts) -> bool:
     text = bool(families) and getattr(inner.config, "vision_config", None) is None
     # Of several adapters, some may be inactive.
     plain = len(getattr(model, "peft_config", {})) < 2
-    plain = plain and not facts.has_own_loss and "training_step" not in facts.replaced
+    plain = plain and not facts.has_custom_loss and "training_step" not in facts.replaced
     plain = plain and not any(family.has_indexer for family in families)
     return text and plain and all(id(x) in own for x in model.parameters() if x.requires_grad)
 

@@ -47,7 +47,7 @@ _SKIPPED = (
 # Copies of containers that are no lists.
 _COPIES: dict[type, type] = {dict: dict, set: set, bytearray: bytes}
 # Packages whose objects are noted beside those of the user.
-_OWN = ("transformers", "trl", "peft", "datasets", "collections", "types", "transformers_packed")
+_FOLLOWED = ("transformers", "trl", "peft", "datasets", "collections", "types", "transformers_packed")
 # Of larger containers the elements are data. They are not followed, as those beyond the last number of a root's.
 _LARGE, _MOST = 10_000, 1_000_000
 _MOST_OF_DATA = 50_000
@@ -134,7 +134,7 @@ class State:
         slots = [name for base in type(value).__mro__ for name in _slots(base)]
         if slots:
             change = partial(object.__setattr__, value), partial(object.__delattr__, value)
-            before = self._names(
+            before = self._note_names(
                 lambda: {name: getattr(value, name) for name in slots if hasattr(value, name)}, *change
             )
             yield from _named(before, path)
@@ -146,9 +146,9 @@ class State:
         """The variables of a namespace with these names."""
         # A generic alias has the namespace of its class, which nobody can change.
         change = partial(operator.setitem, values), partial(operator.delitem, values)
-        return _named(self._names(lambda: {name: x for name, x in values.items() if chosen(name)}, *change), path)
+        return _named(self._note_names(lambda: {name: x for name, x in values.items() if chosen(name)}, *change), path)
 
-    def _names(self, read: Callable[[], dict[str, Any]], put: Callable, delete: Callable) -> dict[str, Any]:
+    def _note_names(self, read: Callable[[], dict[str, Any]], put: Callable, delete: Callable) -> dict[str, Any]:
         """Note the names that `read` returns, with their values, and return them."""
         before = read()
 
@@ -238,7 +238,7 @@ class State:
         yield from ((x, path) for x in (value.__defaults__, value.__kwdefaults__))
         if not _is_of_user(value.__module__):
             return
-        names = _names(value.__code__)
+        names = _names_in(value.__code__)
         modules = [x for name in names if isinstance(x := value.__globals__.get(name), ModuleType)]
         for variables in (value.__globals__, *(vars(x) for x in modules if _is_of_user(x.__name__))):
             yield from self._attributes(variables, path, names.__contains__)
@@ -247,7 +247,7 @@ class State:
         if not _is_of_user(value.__module__):
             return
         change = partial(setattr, value), partial(delattr, value)
-        self._names(lambda: {name: x for name, x in vars(value).items() if not name.startswith("__")}, *change)
+        self._note_names(lambda: {name: x for name, x in vars(value).items() if not name.startswith("__")}, *change)
         for name, x in vars(value).items():
             yield getattr(x, "__func__", getattr(x, "fget", x)), f"{path}.{name}"
 
@@ -323,16 +323,16 @@ def _slots(kind: type) -> list[str]:
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
-def _names(code: CodeType) -> set[str]:
+def _names_in(code: CodeType) -> set[str]:
     """The names that code refers to, in the functions inside it too."""
-    inner = (_names(x) for x in code.co_consts if isinstance(x, CodeType))
+    inner = (_names_in(x) for x in code.co_consts if isinstance(x, CodeType))
     return set(code.co_names).union(*inner)
 
 
 @cache
 def _is_followed(module: str) -> bool:
     """Whether the attributes of objects are noted whose class is of this module."""
-    return module.partition(".")[0] in _OWN or module.startswith("torch.utils.data.") or _is_of_user(module)
+    return module.partition(".")[0] in _FOLLOWED or module.startswith("torch.utils.data.") or _is_of_user(module)
 
 
 @cache

@@ -1,6 +1,6 @@
 """What a step of the real Trainer shows of a row of documents, and of the padded batch that the row stands for."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from ..audit.isolation import UnseenError, indices_of, watch
 from ..data.documents import PaddedSamples
 from ..data.excerpts import places_of
 from ..foreign import swapped
-from ..models.releases import prepare_inputs
+from ..models.releases import PREPARE, prepare_inputs
 from ..parallel.collectives import all_gather
 from .compare import GRADIENT, LOSS, Measured
 from .padded_steps import items_of, only_finite, own_step
@@ -36,7 +36,11 @@ class Row:
     def padded_batch(self) -> dict[str, Any]:
         columns = getattr(self.trainer.data_collator, "token_columns", ())
         with replaced_collator(self.loader, self.trainer.data_collator, self.padded or PaddedSamples(columns)):
-            return _collate_padded(self.loader, self.documents, columns)
+            try:
+                return self.loader.collate_fn(self.documents)
+            except (ValueError, TypeError):
+                # A collator that cannot pad labels, which packed training does not need.
+                return PaddedSamples(tuple(columns))(self.documents)
 
     def step(self) -> Measured:
         return step_of(self.trainer, self.model, self.batch, self.places)
@@ -49,14 +53,6 @@ class Row:
             return step_of(self.trainer, self.model, self.padded_batch, places)
 
 
-def _collate_padded(loader: Any, documents: list, columns: Sequence[str]) -> dict[str, Any]:
-    try:
-        return loader.collate_fn(documents)
-    except (ValueError, TypeError):
-        # A collator that cannot pad labels, which packed training does not need.
-        return PaddedSamples(tuple(columns))(documents)
-
-
 @contextmanager
 def whole_rows(trainer: Trainer, loader: Any) -> Iterator[None]:
     """Let each process compute whole rows and the loss of training in one process meanwhile."""
@@ -65,7 +61,8 @@ def whole_rows(trainer: Trainer, loader: Any) -> Iterator[None]:
         # A process that stops in a step would let the others wait for its number of targets.
         stack.enter_context(swapped(vars(trainer.args), average_tokens_across_devices=False))
         if parallel is not None and isinstance(cut, PartCollator):
-            stack.enter_context(swapped(vars(trainer), data_collator=cut.rows, sequence_parallel=None))
+            originals = vars(trainer)[PREPARE].__self__.originals
+            stack.enter_context(swapped(vars(trainer), data_collator=cut.rows, sequence_parallel=None, **originals))
             stack.enter_context(replaced_collator(loader, cut, cut.rows))
         yield
 

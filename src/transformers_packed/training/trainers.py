@@ -28,7 +28,7 @@ class TrainerRecord:
         prepares (`bool`):
             Whether the trainer tokenizes, cuts and packs its datasets, as its arguments `packing`, `eval_packing` and
             `max_length` say, and keeps the columns that this needs.
-        scores (`bool`):
+        scores_tokens (`bool`):
             Whether its loss is computed from the scores that TRL's forward returns, and not by the model.
         beside (`tuple[str, ...]`):
             The attributes with models that compute its padded batches beside the one that trains.
@@ -42,7 +42,7 @@ class TrainerRecord:
     names: tuple[str, ...] = ()
     pads: bool = False
     prepares: bool = False
-    scores: bool = False
+    scores_tokens: bool = False
     beside: tuple[str, ...] = ("ref_model", "teacher_model")
     batch: Callable[[Trainer, torch.nn.Module], Any] | None = None
     measure: Callable[[Trainer, torch.nn.Module, Any], Measured] = own_step
@@ -53,7 +53,7 @@ class TrainerRecord:
         return (*(model for model in found if isinstance(model, torch.nn.Module)), trainer.model)
 
 
-_SFT = TrainerRecord(("SFTTrainer",), prepares=True, scores=True)
+_SFT = TrainerRecord(("SFTTrainer",), prepares=True, scores_tokens=True)
 # Their first loss is a constant, so the check compares log-probabilities.
 _PAIRS = TrainerRecord(("DPOTrainer", "KTOTrainer"), pads=True, measure=logged_scores)
 # Only a generation makes their batches.
@@ -64,6 +64,10 @@ _RULE = TrainerRecord()
 PREFERENCE = tuple(name for record in RECORDS if record.pads for name in record.names)
 # Trainers of TRL whose own collators only pad.
 ONLY_PAD = _SFT.names
+# The classes of collators that create labels, that pad labels, and all that only pad or concatenate samples.
+CREATE_LABELS = "DataCollatorForLanguageModeling", "DataCollatorWithFlattening"
+PAD_LABELS = "DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling"
+KNOWN_COLLATORS = "DefaultDataCollator", "DataCollatorWithPadding", *CREATE_LABELS, *PAD_LABELS
 
 
 def record_of(trainer: Trainer) -> TrainerRecord:

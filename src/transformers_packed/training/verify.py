@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..audit.isolation import NotFiniteError, UnseenError, leak_between, watch
-from ..audit.model_state import quiet
+from ..audit.model_state import as_before, quiet
 from ..boundaries import SequenceBoundaries
 from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
@@ -16,7 +16,7 @@ from ..models.inputs import mask_targets_across_documents, resolve_boundaries
 from ..models.untouched import gathers_weights
 from ..shared_prompts import SharedPrompts
 from .compare import LOSS, PADDED, DifferenceError, Measured, Side, check_leak, find_difference, precision_of
-from .restore import as_before, exact_for
+from .restore import exact_for
 from .state import same_state
 
 
@@ -91,7 +91,7 @@ def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified
     if isinstance(boundaries, SharedPrompts):
         sources, few = boundaries.tokens, slice(-4, None)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    with without_graphs(inner), as_before(inner, next(inner.parameters()).device), same_state(inner):
+    with without_graphs(inner), as_before(inner), same_state(inner):
         try:
             leak = leak_between(inner, lambda: inner(**batch), batch, places[few], sources[few])
         except NotFiniteError as error:

@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from ..audit.model_state import as_before
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.families import LANGUAGE_MODELS, family_of
@@ -38,7 +39,6 @@ from ..models.registry import inner_model
 from ..ops.autotuning import tuned_in_threads
 from ..ops.backends import flash_qla, flash_qla_kernels, tilelang_output
 from ..ops.compilations import Compilation, compilations
-from .restore import as_before
 
 
 logger = logging.get_logger(__name__)
@@ -132,7 +132,7 @@ def warm_up(
         bar.set_postfix_str(f"{len(found)} kernels, {compilation.kernel} {compilation.seconds:.0f} s")
 
     try:
-        with bar, _ticking(bar), as_before(model, device), tuned_in_threads(), compilations(tell):
+        with bar, _ticking(bar), as_before(model), tuned_in_threads(), compilations(tell):
             kernels = start_compiling(config, device, dtype or inner_model(model).dtype)
             for lengths in rows:
                 value = loss(model, make_row(model, lengths, collator, device))

@@ -22,7 +22,7 @@ class PassesTest(unittest.TestCase):
     def passes(self, model) -> float:
         callback = PackingMetricsCallback(mock.Mock(model=model, model_wrapped=model))
         callback.on_train_begin(mock.Mock(device=torch.device("cpu")), None, None)
-        callback._detach()
+        callback._hooks.close()
         return callback._passes
 
     def test_parameters_that_zero_3_has_partitioned(self):

@@ -5,11 +5,11 @@ Document lengths stay on the device until the next log.
 """
 
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 from accelerate.utils import gather
-from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
@@ -46,10 +46,6 @@ PEAKS = {
 }
 
 
-def _no_experts() -> ExpertLoad:
-    return ExpertLoad(torch.nn.Module(), torch.device("cpu"))
-
-
 class PackingMetricsCallback(TrainerCallback):
     """Adds packing metrics to the Trainer's log, and prints a summary line at the end of training.
 
@@ -83,8 +79,7 @@ class PackingMetricsCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, row_tokens: int | None = None):
         self.trainer, self.row_tokens = trainer, row_tokens
-        self._handles: list[RemovableHandle] = []
-        self._load = _no_experts()
+        self._hooks = ExitStack()
         self._start()
 
     def _start(self) -> None:
@@ -107,20 +102,15 @@ class PackingMetricsCallback(TrainerCallback):
         self._passes = 2 + trained_share(model)
         self._peak = _peak(args, model)
         self._packed = self.row_tokens is not None or getattr(args, "packing", False) is True
-        self._detach()
+        self._hooks.close()
         # Hooks on the module that the Trainer calls, so they run outside of compiled graphs.
         called = self.trainer.model_wrapped
-        self._handles = [called.register_forward_pre_hook(self._count, with_kwargs=True)]
         self._load = ExpertLoad(model, args.device)
+        self._hooks.callback(self._load.close)
+        self._hooks.enter_context(called.register_forward_pre_hook(self._count, with_kwargs=True))
         if self._load:
-            self._handles.append(called.register_forward_hook(self._add_load))
+            self._hooks.enter_context(called.register_forward_hook(self._add_load))
         self._start()
-
-    def _detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._load.close()
-        self._handles, self._load = [], _no_experts()
 
     def _add_load(self, module, positional, output) -> None:
         if module.training and torch.is_grad_enabled():
@@ -243,7 +233,7 @@ class PackingMetricsCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if self._steps:  # steps after the last log
             self._figures(args)
-        self._detach()
+        self._hooks.close()
         tokens, documents, padded, batches, _ = self._total.tolist()
         if not state.is_world_process_zero or not tokens:
             return

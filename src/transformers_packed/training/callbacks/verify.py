@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from ...audit.isolation import UnseenError, leak_between
-from ...audit.model_state import quiet
+from ...audit.model_state import as_before, quiet
 from ...data.documents import is_packed
 from ...data.excerpts import STREAM, cut_around_target, excerpts, places_of, source_of, targets_in, targets_of
 from ...data.samples import documents_of, has_items
@@ -40,10 +40,10 @@ from ...models.cuda_graphs import without_graphs
 from ...models.losses import losses_of
 from ...models.registry import inner_model
 from ...ops.autotuning import tuned_in_threads
-from ..apply import undo
-from ..changes import Setup
+from ..apply import Setup, undo
 from ..checks import say
 from ..compare import (
+    BATCH,
     GRADIENT,
     LOSS,
     PADDED,
@@ -59,7 +59,6 @@ from ..compare import (
 from ..padded_steps import SCORES, PaddedStep, real_batch
 from ..restore import (
     against_other_rows,
-    as_before,
     beside_ddp,
     exact_for,
     replace_collator,
@@ -143,12 +142,10 @@ class VerifyCallback(TrainerCallback):
 
     def _refuse(self, difference: ValueError, loader: Any) -> None:
         trainer, setup = self.trainer, self.setup
-        ours = next(
-            (change.value for change in setup.changes if change.name == "data_collator"), trainer.data_collator
-        )
+        ours = next((x.value for x in setup.changes if x.name == "data_collator"), trainer.data_collator)
         # A collator that the user has set since may contain ours, and loaders of shared rows give each to several processes.
         facts = setup.facts
-        explicit = facts.mode != "auto" or bool(facts.added) or facts.options.shares_rows
+        explicit = facts.options.mode != "auto" or bool(facts.added) or facts.options.shares_rows
         # Training has begun with the first batch.
         explicit = explicit or isinstance(loader, FirstBatch)
         if explicit or trainer.data_collator is not ours:
@@ -174,7 +171,7 @@ class VerifyCallback(TrainerCallback):
         # No graph is worth recording for a short row.
         with (
             without_graphs(model),
-            as_before(model, trainer.args.device),
+            as_before(model),
             same_trainer(trainer, model, loader) as state,
             beside_ddp(wrapped),
             trunk_too(model),
@@ -258,10 +255,11 @@ class VerifyCallback(TrainerCallback):
             note = self._find(row.model, side, padded)
         return side.seconds, f"{side.loss:.4f}, padded {padded.loss:.4f}{note}"
 
-    def _find(self, model, row: Side, other: Side, **words: str) -> str:
+    def _find(self, model, row: Side, other: Side, what: str = BATCH, fix: str = PADDED) -> str:
         """Compare two sides in the precision of the Trainer. A difference on any process is raised on all of them."""
         precision = precision_of(model, self.trainer.args), exact_for(model, self.trainer.args)
-        return self._together(lambda: find_difference(row, other, *precision, anywhere=self._anywhere, **words))
+        words: Any = {"what": what, "fix": fix, "anywhere": self._anywhere}
+        return self._together(lambda: find_difference(row, other, *precision, **words))
 
     def _verify_longer(self, short: Row, loader: Any, seconds: float) -> str:
         """Compare a row of longer documents with its padded batch, where there are any and time allows."""
@@ -304,7 +302,7 @@ class VerifyCallback(TrainerCallback):
             whole = Side(whole_rows(trainer, loader)(row.step))
             fix = "Train without sequence parallelism, or pass verify=False."
             try:
-                found = f"{parts.loss:.4f}{self._find(model, parts, whole, what='the whole row', fix=fix)}"
+                found = f"{parts.loss:.4f}{self._find(model, parts, whole, 'the whole row', fix)}"
             except UnseenError as error:
                 found = str(error)
         return f"; {sequence_parallel.size} parts of the row {found}"

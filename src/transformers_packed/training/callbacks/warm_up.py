@@ -11,14 +11,15 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging
 
+from ...audit.model_state import as_before
 from ...data.dataset import PackingDataset, sampled_lengths
 from ...data.usual_rows import Rows, rows_of
 from ...errors import described
 from ...models.cuda_graphs import documents_of_graphs, find_text_models, reason_of_layers, remove_graphs
 from ...models.releases import prepare_inputs, rows_per_batch
-from ..checks import excludes_graphs, say
+from ..checks import compute_dtype, excludes_graphs, say
 from ..graphs import choose_graphs
-from ..restore import against_other_rows, as_before
+from ..restore import against_other_rows
 from ..typed import Trainer
 from ..warm_up import compiles_kernels, make_row, only_loss, split, warm_up
 from .expert_load import ExpertLoad
@@ -26,8 +27,6 @@ from .expert_load import ExpertLoad
 
 logger = logging.get_logger(__name__)
 
-# Dtypes of matrix products by the mixed precision of accelerate. Others compute in that of the weights, or in 8 bits.
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Tokens of a row if samples come from a stream.
 _SHORT_ROW = 1024
 # Tokens of a row that tells the host's time: as many as layers in float8 need, and few for the GPU.
@@ -89,7 +88,7 @@ class WarmUpCallback(TrainerCallback):
             max_documents=documents,
             collator=self.trainer.data_collator,
             loss=self._loss,
-            dtype=_AUTOCAST.get(str(self.trainer.accelerator.mixed_precision)),
+            dtype=compute_dtype(self.trainer),
             evaluation=evaluates(self.trainer),
             progress=self.progress and state.is_local_process_zero,
         )
@@ -155,7 +154,7 @@ class GraphsCallback(WarmUpCallback):
             run(make(tokens, documents))
 
         self.chose = True
-        with as_before(model, device):
+        with as_before(model):
             typical = partial(run, make(rows.tokens, rows.documents))
             few = max(_HOST_ROW, 2 * rows.documents)
             short = partial(run, make(few, rows.documents)) if rows.tokens > few else None

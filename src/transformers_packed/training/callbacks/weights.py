@@ -1,4 +1,6 @@
-"""Warnings for trained weights of 16 bits: an optimizer updates them in place, or rounds them apart in each process.
+"""Weights that a step may not train: those without a gradient under DDP, and those of 16 bits.
+
+An optimizer updates weights of 16 bits in place, or rounds them apart in each process.
 
 A bfloat16 number has 8 significant bits, so an update below 1/512 of a weight is rounded away. An update of AdamW is about
 as large as the learning rate: at 2e-5, weights above 0.01 do not change.
@@ -8,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ...errors import input_error
 from ..facts import package_of
 from ..optimizers import unwrapped
 from .gradient_release import end_releases
@@ -33,6 +36,21 @@ class WeightsCallback(TrainerCallback):
         for line in (rounded_away(model, optimizer), rounded_apart(optimizer, args.world_size)):
             if line is not None and state.is_world_process_zero:
                 logger.warning(line)
+
+
+class EveryGradient(TrainerCallback):
+    """Stops training before a step in which a parameter has no gradient, because DDP has not summed all of them then."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        # Once, because walking through all modules in each step takes the host milliseconds.
+        parameters = model.named_parameters() if args.world_size > 1 else ()
+        self.trained = [(name, x) for name, x in parameters if x.requires_grad]
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        missing = [name for name, x in self.trained if x.grad is None]
+        if missing:
+            got = f"none for {len(missing)} of them, such as {missing[0]}"
+            raise input_error("a gradient of each trained parameter", got, "Pass ddp_find_unused_parameters=True.")
 
 
 def rounded_away(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
