@@ -8,6 +8,10 @@ A modular file contains only the differences from its base classes. It uses two 
   child's name, and replaces the sibling's prefix in names by the child's. Methods and attributes of the child replace
   those of the same name. `builtin.<SiblingName>` becomes `builtin.<ChildName>`, which has to exist.
 
+A family lists the classes that it only takes over, without one of its own to write:
+`SAME = [("alpha", "Alpha", "Beta", "Net Block")]` stands for `class BetaNet(AlphaNet): pass` of `modular_alpha.py`, and
+the same for `Block`.
+
 In a generated file, `super()` therefore always means the stock class. A call through `super()` in a child to a method
 that the sibling defines is an error, because it would mean different methods in the two files.
 
@@ -60,6 +64,19 @@ def is_pass(statement: cst.BaseStatement) -> bool:
     return m.matches(statement, m.SimpleStatementLine(body=[m.Pass()]))
 
 
+def expanded(text: str) -> str:
+    """Write out the classes of the list `SAME` in the text of a modular file."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SAME":
+            code = []
+            for family, theirs, ours, names in ast.literal_eval(node.value):
+                code += [f"from ..{family}.modular_{family} import {theirs}{name}" for name in names.split()]
+                code += [f"class {ours}{name}({theirs}{name}):\n    pass" for name in names.split()]
+            lines = text.splitlines()
+            return "\n".join([*lines[: node.lineno - 1], *code, *lines[node.end_lineno :], ""])
+    return text
+
+
 def bound(alias: cst.ImportAlias) -> str:
     """Return the name that an import defines."""
     return alias.evaluated_alias or alias.evaluated_name
@@ -70,7 +87,7 @@ class Module:
 
     def __init__(self, path: Path):
         self.path = path
-        self.tree = cst.parse_module(path.read_text())
+        self.tree = cst.parse_module(expanded(path.read_text()))
         self.imports = [s for s in self.tree.body if m.matches(s, m.SimpleStatementLine(body=[m.ImportFrom()]))]
         self.imports += [s for s in self.tree.body if m.matches(s, m.SimpleStatementLine(body=[m.Import()]))]
         self.definitions = {name: s for s in self.tree.body if (name := member_name(s)) is not None}

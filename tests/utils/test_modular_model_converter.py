@@ -146,6 +146,14 @@ class UnfoldingTest(ConverterTestCase):
         self.modular("beta", BETA_HEAD, *parts)
         return self.generate("beta")
 
+    def test_classes_that_are_the_same_are_listed(self):
+        head = "from zoo.beta import modeling_beta as builtin"
+        self.modular("beta", head, 'SAME = [("alpha", "Alpha", "Beta", "Net Block")]')
+        text, module = self.generate("beta")
+        self.assertEqual(module.BetaNet().forward(1.7), ("BetaNet 3", 6, ("builtin Beta", 1.7)))
+        self.assertIsInstance(module.BetaBlock().net(), module.BetaNet)
+        self.assertNotIn("SAME", text)
+
     def test_methods_and_attributes_of_the_child(self):
         text, module = self.beta(
             '''

@@ -9,18 +9,7 @@ from transformers.processing_utils import Unpack
 
 from ...ops import kimi_delta_rule
 from ..inputs import PackingKwargs
-from ..kimi_linear.modular_kimi_linear import (
-    KimiLinearAttention,
-    KimiLinearDecoderLayer,
-    KimiLinearDeltaAttention,
-    KimiLinearForCausalLM,
-    KimiLinearMLP,
-    KimiLinearModel,
-    KimiLinearMoE,
-    KimiLinearRMSNorm,
-    KimiLinearRMSNormGated,
-    KimiLinearTopkRouter,
-)
+from ..kimi_linear.modular_kimi_linear import KimiLinearAttention, KimiLinearDeltaAttention
 from ..projections import project
 from ..versions import CACHE, takes_cache
 
@@ -68,33 +57,12 @@ class BailingHybridAttention(KimiLinearAttention):
         return project((output * gate[..., None]).flatten(2), self.o_proj)[0], weights
 
 
-class BailingHybridRMSNorm(KimiLinearRMSNorm):
-    pass
-
-
-class BailingHybridRMSNormGated(KimiLinearRMSNormGated):
-    pass
-
-
-class BailingHybridMLP(KimiLinearMLP):
-    pass
-
-
-class BailingHybridTopkRouter(KimiLinearTopkRouter):
-    pass
-
-
-class BailingHybridMoE(KimiLinearMoE):
-    pass
-
-
-class BailingHybridDecoderLayer(KimiLinearDecoderLayer):
-    pass
-
-
-class BailingHybridModel(KimiLinearModel):
-    pass
-
-
-class BailingHybridForCausalLM(KimiLinearForCausalLM):
-    pass
+# Those of Kimi Linear, on the stock classes of this family.
+SAME = [
+    (
+        "kimi_linear",
+        "KimiLinear",
+        "BailingHybrid",
+        "RMSNorm RMSNormGated MLP TopkRouter MoE DecoderLayer Model ForCausalLM",
+    )
+]

@@ -182,15 +182,6 @@ class KimiLinearRMSNormGated(builtin.KimiLinearRMSNormGated):
 
 
 @fast_path
-class KimiLinearMLP(builtin.KimiLinearMLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = project(x, self.gate_proj, self.up_proj)
-        if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
-            return project(self.act_fn(gate) * up, self.down_proj)[0]
-        return glu(gate, up, to_fuse(self.down_proj, gate))
-
-
-@fast_path
 class KimiLinearTopkRouter(builtin.KimiLinearTopkRouter):
     # Set by `PackingMetricsCallback`: the counts of the experts in the last forward, and the number of real choices.
     expert_counts: torch.Tensor | None = None
@@ -250,6 +241,15 @@ class KimiLinearDecoderLayer(builtin.KimiLinearDecoderLayer):
 @replaces_builtin
 class KimiLinearModel(PackedTextModelMixin, builtin.KimiLinearModel):
     pass
+
+
+@fast_path
+class KimiLinearMLP(builtin.KimiLinearMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
+            return project(self.act_fn(gate) * up, self.down_proj)[0]
+        return glu(gate, up, to_fuse(self.down_proj, gate))
 
 
 @replaces_builtin

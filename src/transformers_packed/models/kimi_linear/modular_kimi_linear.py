@@ -12,12 +12,7 @@ from ...ops.attention import options_of_layer
 from ..experts import run_experts
 from ..inputs import PackingKwargs
 from ..projections import gate_and_project, project
-from ..qwen3_next.modular_qwen3_next import (
-    Qwen3NextForCausalLM,
-    Qwen3NextGatedDeltaNet,
-    Qwen3NextMLP,
-    Qwen3NextTopKRouter,
-)
+from ..qwen3_next.modular_qwen3_next import Qwen3NextGatedDeltaNet, Qwen3NextTopKRouter
 from ..replacements import fast_path, replaces_builtin
 from ..text_model import PackedTextModelMixin
 from ..untouched import is_untouched, norm_of_stream
@@ -116,10 +111,6 @@ class KimiLinearRMSNormGated(builtin.KimiLinearRMSNormGated):
         return gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon, activation="sigmoid")
 
 
-class KimiLinearMLP(Qwen3NextMLP):
-    pass
-
-
 class KimiLinearTopkRouter(Qwen3NextTopKRouter):
     def forward(self, hidden_states):
         """Return the logits of all experts, and the weights and indices of the chosen ones, for each token."""
@@ -166,5 +157,5 @@ class KimiLinearModel(PackedTextModelMixin, builtin.KimiLinearModel):
     pass
 
 
-class KimiLinearForCausalLM(Qwen3NextForCausalLM):
-    pass
+# Those of Qwen3-Next, on the stock classes of this family.
+SAME = [("qwen3_next", "Qwen3Next", "KimiLinear", "MLP ForCausalLM")]

@@ -148,15 +148,6 @@ class OlmoHybridRMSNormGated(builtin.OlmoHybridRMSNormGated):
 
 
 @fast_path
-class OlmoHybridMLP(builtin.OlmoHybridMLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = project(x, self.gate_proj, self.up_proj)
-        if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
-            return project(self.act_fn(gate) * up, self.down_proj)[0]
-        return glu(gate, up, to_fuse(self.down_proj, gate))
-
-
-@fast_path
 class OlmoHybridLinearAttentionDecoderLayer(builtin.OlmoHybridLinearAttentionDecoderLayer):
     @takes_cache(CACHE)
     def forward(  # type: ignore[misc]  # Named here, and also in `PackingKwargs`.
@@ -181,6 +172,15 @@ class OlmoHybridLinearAttentionDecoderLayer(builtin.OlmoHybridLinearAttentionDec
 @replaces_builtin
 class OlmoHybridModel(PackedTextModelMixin, builtin.OlmoHybridModel):
     pass
+
+
+@fast_path
+class OlmoHybridMLP(builtin.OlmoHybridMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
+            return project(self.act_fn(gate) * up, self.down_proj)[0]
+        return glu(gate, up, to_fuse(self.down_proj, gate))
 
 
 @replaces_builtin

@@ -10,12 +10,7 @@ from ...ops.attention import options_of_layer
 from ..inputs import PackingKwargs
 from ..kimi_linear.modular_kimi_linear import KimiLinearRMSNorm
 from ..projections import gate_and_project, project
-from ..qwen3_next.modular_qwen3_next import (
-    Qwen3NextForCausalLM,
-    Qwen3NextGatedDeltaNet,
-    Qwen3NextMLP,
-    Qwen3NextRMSNormGated,
-)
+from ..qwen3_next.modular_qwen3_next import Qwen3NextGatedDeltaNet, Qwen3NextRMSNormGated
 from ..replacements import fast_path, replaces_builtin
 from ..text_model import PackedTextModelMixin
 from ..untouched import norm_of_stream
@@ -68,10 +63,6 @@ class OlmoHybridRMSNormGated(Qwen3NextRMSNormGated):
     pass
 
 
-class OlmoHybridMLP(Qwen3NextMLP):
-    pass
-
-
 @fast_path
 class OlmoHybridLinearAttentionDecoderLayer(builtin.OlmoHybridLinearAttentionDecoderLayer):
     @takes_cache(CACHE)
@@ -99,5 +90,5 @@ class OlmoHybridModel(PackedTextModelMixin, builtin.OlmoHybridModel):
     pass
 
 
-class OlmoHybridForCausalLM(Qwen3NextForCausalLM):
-    pass
+# Those of Qwen3-Next, on the stock classes of this family.
+SAME = [("qwen3_next", "Qwen3Next", "OlmoHybrid", "MLP ForCausalLM")]

@@ -122,6 +122,54 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
 
 
 @replaces_builtin
+class Qwen3_5TextModel(PackedTextModelMixin, builtin.Qwen3_5TextModel):
+    # What `use_cuda_graphs` has set. Any class with this attribute runs in graphs.
+    layer_graphs: LayerGraphs | None = None
+
+
+@replaces_builtin
+class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
+    @wraps(builtin.Qwen3_5Model.get_image_features)
+    def get_image_features(self, *args, **kwargs):
+        outputs = super().get_image_features(*args, **without_packing(kwargs))
+        return features_of_tokens("image", outputs, kwargs)
+
+    @wraps(builtin.Qwen3_5Model.get_video_features)
+    def get_video_features(self, *args, **kwargs):
+        outputs = super().get_video_features(*args, **without_packing(kwargs))
+        return features_of_tokens("video", outputs, kwargs)
+
+    @wraps(builtin.Qwen3_5Model.compute_3d_position_ids)
+    def compute_3d_position_ids(self, *args, attention_mask=None, **kwargs):
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            # The stock method fails on a row without real tokens, so treat its first token as real.
+            first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
+            attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
+        return super().compute_3d_position_ids(*args, attention_mask=attention_mask, **kwargs)
+
+    def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
+        if boundaries is not None:
+            position_ids = inputs.get("position_ids")
+            # Two-dimensional position ids locate the documents. M-RoPE for images needs time, height and width too.
+            if position_ids is None or position_ids.ndim == 2:
+                inputs["position_ids"] = packed_position_ids(self.config, boundaries, inputs)
+            inputs["boundaries"] = boundaries
+        elif self.share_prompts:
+            inputs["prompt_ids"] = prompt_ids_of(inputs)
+        return super().forward(**inputs)
+
+
+@replaces_builtin
+class Qwen3_5ForConditionalGeneration(LanguageModelMixin, builtin.Qwen3_5ForConditionalGeneration):
+    pass
+
+
+@replaces_builtin
+class Qwen3_5TextForSequenceClassification(DocumentClassifierMixin, builtin.Qwen3_5TextForSequenceClassification):
+    pass
+
+
+@replaces_builtin
 class Qwen3_5Attention(builtin.Qwen3_5Attention):
     def project(
         self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -223,55 +271,7 @@ class Qwen3_5DecoderLayer(builtin.Qwen3_5DecoderLayer):
 
 
 @replaces_builtin
-class Qwen3_5TextModel(PackedTextModelMixin, builtin.Qwen3_5TextModel):
-    # What `use_cuda_graphs` has set. Any class with this attribute runs in graphs.
-    layer_graphs: LayerGraphs | None = None
-
-
-@replaces_builtin
 class Qwen3_5ForCausalLM(LanguageModelMixin, builtin.Qwen3_5ForCausalLM):
-    pass
-
-
-@replaces_builtin
-class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
-    @wraps(builtin.Qwen3_5Model.get_image_features)
-    def get_image_features(self, *args, **kwargs):
-        outputs = super().get_image_features(*args, **without_packing(kwargs))
-        return features_of_tokens("image", outputs, kwargs)
-
-    @wraps(builtin.Qwen3_5Model.get_video_features)
-    def get_video_features(self, *args, **kwargs):
-        outputs = super().get_video_features(*args, **without_packing(kwargs))
-        return features_of_tokens("video", outputs, kwargs)
-
-    @wraps(builtin.Qwen3_5Model.compute_3d_position_ids)
-    def compute_3d_position_ids(self, *args, attention_mask=None, **kwargs):
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            # The stock method fails on a row without real tokens, so treat its first token as real.
-            first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
-            attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
-        return super().compute_3d_position_ids(*args, attention_mask=attention_mask, **kwargs)
-
-    def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
-        if boundaries is not None:
-            position_ids = inputs.get("position_ids")
-            # Two-dimensional position ids locate the documents. M-RoPE for images needs time, height and width too.
-            if position_ids is None or position_ids.ndim == 2:
-                inputs["position_ids"] = packed_position_ids(self.config, boundaries, inputs)
-            inputs["boundaries"] = boundaries
-        elif self.share_prompts:
-            inputs["prompt_ids"] = prompt_ids_of(inputs)
-        return super().forward(**inputs)
-
-
-@replaces_builtin
-class Qwen3_5ForConditionalGeneration(LanguageModelMixin, builtin.Qwen3_5ForConditionalGeneration):
-    pass
-
-
-@replaces_builtin
-class Qwen3_5TextForSequenceClassification(DocumentClassifierMixin, builtin.Qwen3_5TextForSequenceClassification):
     pass
 
 

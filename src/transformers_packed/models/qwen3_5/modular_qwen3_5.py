@@ -12,18 +12,7 @@ from ..outputs import LanguageModelMixin
 from ..packed_model import PackedModelMixin
 from ..padding import prompt_ids_of
 from ..projections import project
-from ..qwen3_next.modular_qwen3_next import (
-    Qwen3NextAttention,
-    Qwen3NextDecoderLayer,
-    Qwen3NextForCausalLM,
-    Qwen3NextForSequenceClassification,
-    Qwen3NextForTokenClassification,
-    Qwen3NextGatedDeltaNet,
-    Qwen3NextMLP,
-    Qwen3NextModel,
-    Qwen3NextRMSNorm,
-    Qwen3NextRMSNormGated,
-)
+from ..qwen3_next.modular_qwen3_next import Qwen3NextForSequenceClassification, Qwen3NextGatedDeltaNet, Qwen3NextModel
 from ..replacements import replaces_builtin
 from ..vision import features_of_tokens, packed_position_ids
 
@@ -36,31 +25,7 @@ class Qwen3_5GatedDeltaNet(Qwen3NextGatedDeltaNet):
         return mixed_qkv, z.unflatten(-1, (-1, self.head_v_dim)), g, beta
 
 
-class Qwen3_5Attention(Qwen3NextAttention):
-    pass
-
-
-class Qwen3_5RMSNorm(Qwen3NextRMSNorm):
-    pass
-
-
-class Qwen3_5RMSNormGated(Qwen3NextRMSNormGated):
-    pass
-
-
-class Qwen3_5MLP(Qwen3NextMLP):
-    pass
-
-
-class Qwen3_5DecoderLayer(Qwen3NextDecoderLayer):
-    pass
-
-
 class Qwen3_5TextModel(Qwen3NextModel):
-    pass
-
-
-class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
     pass
 
 
@@ -105,9 +70,8 @@ class Qwen3_5TextForSequenceClassification(Qwen3NextForSequenceClassification):
     pass
 
 
-class Qwen3_5ForSequenceClassification(Qwen3NextForSequenceClassification):
-    pass
-
-
-class Qwen3_5ForTokenClassification(Qwen3NextForTokenClassification):
-    pass
+# Those of Qwen3-Next, on the stock classes of this family.
+SAME = [
+    ("qwen3_next", "Qwen3Next", "Qwen3_5", "Attention RMSNorm RMSNormGated MLP DecoderLayer ForCausalLM"),
+    ("qwen3_next", "Qwen3Next", "Qwen3_5", "ForSequenceClassification ForTokenClassification"),
+]

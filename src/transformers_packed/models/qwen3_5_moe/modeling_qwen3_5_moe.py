@@ -1,6 +1,6 @@
 # This file is generated from modular_qwen3_5_moe.py by utils/modular_model_converter.py.
 # Do not edit it: change the modular file and run `make modular`.
-"""Qwen3.5-MoE with support for packed rows: the differences from Qwen3.5 and Qwen3-Next."""
+"""Qwen3.5-MoE with support for packed rows: the classes of Qwen3.5 and of Qwen3-Next, on the stock ones of this family."""
 
 from functools import wraps
 from typing import Any

@@ -288,53 +288,6 @@ class Qwen4ExpTextAttention(builtin.Qwen4ExpTextAttention):
         return self.finish(output, gate), weights
 
 
-@fast_path
-class Qwen4ExpTextMLP(builtin.Qwen4ExpTextMLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = project(x, self.gate_proj, self.up_proj)
-        if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
-            return project(self.act_fn(gate) * up, self.down_proj)[0]
-        return glu(gate, up, to_fuse(self.down_proj, gate))
-
-
-@fast_path
-class Qwen4ExpTextTopKRouter(builtin.Qwen4ExpTextTopKRouter):
-    # Set by `PackingMetricsCallback`: the counts of the experts in the last forward, and the number of real choices.
-    expert_counts: torch.Tensor | None = None
-
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the logits of all experts, and the weights and indices of the chosen ones, for each token."""
-        router_logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
-        # Only Qwen3-Next has the option not to normalize.
-        normalize = getattr(self, "norm_topk_prob", True)
-        weights, index = choose_experts(router_logits, self.top_k, normalize=normalize)
-        if self.expert_counts is not None and self.training:
-            self.count_choices(index, self.expert_counts)
-        return router_logits, weights, index
-
-    @property
-    def count_columns(self) -> int:
-        """The size of `expert_counts`."""
-        return self.num_experts + 1
-
-    def count_choices(self, index: torch.Tensor, expert_counts: torch.Tensor) -> None:
-        """Write to `expert_counts` how often each expert is in `index`, without the padding at the end of a row."""
-        counts, choices = expert_counts.split((self.num_experts, 1))
-        index = index.flatten()
-        is_real = torch.arange(len(index), device=index.device) < choices
-        counts.zero_().scatter_add_(0, index, is_real.to(counts.dtype))
-
-
-@fast_path
-class Qwen4ExpTextSparseMoeBlock(builtin.Qwen4ExpTextSparseMoeBlock):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        rows = hidden_states.flatten(0, 1)
-        shared = self.shared_expert(rows)
-        _, weights, index = self.gate(rows)
-        gate = self.shared_expert_gate(rows)
-        return run_experts(self.experts, rows, index, weights, shared, gate).view_as(hidden_states)
-
-
 def add(streams: torch.Tensor, hidden_states: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Add `[B, T, hidden]` to each of the streams `[B, T, streams * hidden]`, times its factor."""
     separate = streams.unflatten(-1, (-1, hidden_states.shape[-1]))
@@ -478,3 +431,50 @@ class Qwen4ExpModel(PackedModelMixin, builtin.Qwen4ExpModel):
 @replaces_builtin
 class Qwen4ExpForConditionalGeneration(LanguageModelMixin, builtin.Qwen4ExpForConditionalGeneration):
     _supports_flex_attn = False
+
+
+@fast_path
+class Qwen4ExpTextMLP(builtin.Qwen4ExpTextMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
+            return project(self.act_fn(gate) * up, self.down_proj)[0]
+        return glu(gate, up, to_fuse(self.down_proj, gate))
+
+
+@fast_path
+class Qwen4ExpTextTopKRouter(builtin.Qwen4ExpTextTopKRouter):
+    # Set by `PackingMetricsCallback`: the counts of the experts in the last forward, and the number of real choices.
+    expert_counts: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the logits of all experts, and the weights and indices of the chosen ones, for each token."""
+        router_logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        # Only Qwen3-Next has the option not to normalize.
+        normalize = getattr(self, "norm_topk_prob", True)
+        weights, index = choose_experts(router_logits, self.top_k, normalize=normalize)
+        if self.expert_counts is not None and self.training:
+            self.count_choices(index, self.expert_counts)
+        return router_logits, weights, index
+
+    @property
+    def count_columns(self) -> int:
+        """The size of `expert_counts`."""
+        return self.num_experts + 1
+
+    def count_choices(self, index: torch.Tensor, expert_counts: torch.Tensor) -> None:
+        """Write to `expert_counts` how often each expert is in `index`, without the padding at the end of a row."""
+        counts, choices = expert_counts.split((self.num_experts, 1))
+        index = index.flatten()
+        is_real = torch.arange(len(index), device=index.device) < choices
+        counts.zero_().scatter_add_(0, index, is_real.to(counts.dtype))
+
+
+@fast_path
+class Qwen4ExpTextSparseMoeBlock(builtin.Qwen4ExpTextSparseMoeBlock):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows = hidden_states.flatten(0, 1)
+        shared = self.shared_expert(rows)
+        _, weights, index = self.gate(rows)
+        gate = self.shared_expert_gate(rows)
+        return run_experts(self.experts, rows, index, weights, shared, gate).view_as(hidden_states)

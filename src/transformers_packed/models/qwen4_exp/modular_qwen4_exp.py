@@ -27,13 +27,7 @@ from ..inputs import PackingKwargs
 from ..outputs import LanguageModelMixin
 from ..projections import gate_and_project, project
 from ..qwen3_5.modular_qwen3_5 import Qwen3_5GatedDeltaNet, Qwen3_5Model
-from ..qwen3_next.modular_qwen3_next import (
-    Qwen3NextAttention,
-    Qwen3NextMLP,
-    Qwen3NextRMSNorm,
-    Qwen3NextSparseMoeBlock,
-    Qwen3NextTopKRouter,
-)
+from ..qwen3_next.modular_qwen3_next import Qwen3NextAttention, Qwen3NextRMSNorm
 from ..replacements import fast_path, replaces_builtin
 from ..text_model import PackedTextModelMixin
 from ..untouched import gathers_weights, is_untouched, norm_of_stream
@@ -172,18 +166,6 @@ class Qwen4ExpTextAttention(Qwen3NextAttention):
         return self.finish(output, gate), weights
 
 
-class Qwen4ExpTextMLP(Qwen3NextMLP):
-    pass
-
-
-class Qwen4ExpTextTopKRouter(Qwen3NextTopKRouter):
-    pass
-
-
-class Qwen4ExpTextSparseMoeBlock(Qwen3NextSparseMoeBlock):
-    pass
-
-
 def add(streams: torch.Tensor, hidden_states: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Add `[B, T, hidden]` to each of the streams `[B, T, streams * hidden]`, times its factor."""
     separate = streams.unflatten(-1, (-1, hidden_states.shape[-1]))
@@ -297,3 +279,7 @@ class Qwen4ExpModel(Qwen3_5Model):
 @replaces_builtin
 class Qwen4ExpForConditionalGeneration(LanguageModelMixin, builtin.Qwen4ExpForConditionalGeneration):
     _supports_flex_attn = False
+
+
+# Those of Qwen3-Next, on the stock classes of this family.
+SAME = [("qwen3_next", "Qwen3Next", "Qwen4ExpText", "MLP TopKRouter SparseMoeBlock")]
