@@ -11,6 +11,8 @@ from functools import lru_cache, wraps
 
 import torch
 
+from ...autograd import first_order
+
 
 def on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
@@ -75,3 +77,14 @@ def on_its_device(function: Callable) -> Callable:
             return function(*args, **kwargs)
 
     return launch
+
+
+class KernelFunction(torch.autograd.Function):
+    """Base of the autograd functions that launch kernels: on the device of the first tensor, and of first order.
+
+    A subclass defines `forward(ctx, ...)` and `backward(ctx, ...)`, which become static methods.
+    """
+
+    def __init_subclass__(cls) -> None:
+        cls.forward = staticmethod(on_its_device(cls.forward))
+        cls.backward = staticmethod(first_order()(cls.backward))

@@ -21,8 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...autograd import first_order
-from . import ceil_div, next_power_of_2, on_its_device
+from . import KernelFunction, ceil_div, next_power_of_2
 
 
 # Runs per program, one for each warp, and tokens per run.
@@ -242,14 +241,12 @@ def _convolution_backward(
             tl.store(at - 3, tl.sum(dw3, 0), mask=inside)
 
 
-class CausalConv1dQKV(torch.autograd.Function):
+class CausalConv1dQKV(KernelFunction):
     """The op for `x` `[T, channels]`, `weight` `[channels, W]`, and int32 `position` `[T]`.
 
     With halos, `halo` is `[halos * (W - 1), channels]` and `slot` int32 `[T]`.
     """
 
-    @staticmethod
-    @on_its_device
     def forward(
         ctx, x, weight, position, key_heads: int, value_heads: int, dim: int, eps: float, halo=None, slot=None
     ):
@@ -270,8 +267,6 @@ class CausalConv1dQKV(torch.autograd.Function):
         )
         return q, k, v
 
-    @staticmethod
-    @first_order()
     def backward(ctx, dq, dk, dv):
         x, weight, position, slot, halo = ctx.saved_tensors
         dq, dk, dv = (gradient.contiguous() for gradient in (dq, dk, dv))

@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...autograd import first_order
-from . import ceil_div, next_power_of_2, on_its_device
+from . import KernelFunction, ceil_div, next_power_of_2
 from .norm import programs_for
 
 
@@ -73,11 +72,9 @@ def _decay_backward(
     tl.store(sums_ptr + at + heads, d_dt, mask=column < heads)
 
 
-class GatedDeltaGates(torch.autograd.Function):
+class GatedDeltaGates(KernelFunction):
     """Compute float32 `g`, and `beta`, from `a` and `b` `[tokens, heads]`, `A_log` and `dt_bias` `[heads]`."""
 
-    @staticmethod
-    @on_its_device
     def forward(ctx, a, b, a_log, dt_bias):
         a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
         a_log, dt_bias = a_log.contiguous(), dt_bias.contiguous()
@@ -90,8 +87,6 @@ class GatedDeltaGates(torch.autograd.Function):
         ctx.save_for_backward(a, b, a_log, dt_bias, g)
         return g, beta
 
-    @staticmethod
-    @first_order()
     def backward(ctx, dg, dbeta):
         a, b, a_log, dt_bias, g = ctx.saved_tensors
         dg, dbeta = dg.contiguous(), dbeta.contiguous()

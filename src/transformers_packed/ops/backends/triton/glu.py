@@ -4,10 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...autograd import first_order
 from ...terms import Float8, Plan, Products
 from ...terms.products import unflattened
-from . import ceil_div, next_power_of_2, on_its_device
+from . import KernelFunction, ceil_div, next_power_of_2
 from .float8 import COLUMNS, ROWS, bits, cast_with_scales, inverse, packed_at, scale_of, store_transposed
 
 
@@ -99,15 +98,13 @@ def _gate_backward_float8(
     store_transposed(t_ptr, t_stride, packed, start, column, quads, C, ROWS)
 
 
-class GLU(torch.autograd.Function):
+class GLU(KernelFunction):
     """`x * sigmoid(gate)`, or `x * silu(gate)` with `silu=True`, for tensors `[..., width]`.
 
     The product may go through one linear layer, given by `plan` and `tensors` of [`planned`]. The backward then
     recomputes the product, which is not saved.
     """
 
-    @staticmethod
-    @on_its_device
     def forward(ctx, gate, x, silu: bool, plan: Plan, *tensors):
         gate, x, width = gate.contiguous(), x.contiguous(), x.shape[-1]
         ctx.silu = silu
@@ -128,8 +125,6 @@ class GLU(torch.autograd.Function):
         products.save(ctx, gate, x)
         return unflattened(products.forward(rows)[0], x.shape[:-1]) if plan.layers else y
 
-    @staticmethod
-    @first_order()
     def backward(ctx, d_out):
         products, (gate, x) = Products.restored(ctx)
         d_outs, again = [d_out], products.needs_rows()

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...autograd import first_order, save, saved
+from ...autograd import save, saved
 from ...terms import PIECE as _PIECE
 from ...terms import DequantizedExperts
-from . import ceil_div, next_power_of_2, on_its_device
+from . import KernelFunction, ceil_div, next_power_of_2
 
 
 # Rows per tile, and elements of the reduced dimension per step.
@@ -254,11 +254,9 @@ def _divisor(size: int, most: int) -> int:
     return min(size & -size, most)
 
 
-class Router(torch.autograd.Function):
+class Router(KernelFunction):
     """The weights `[T, top_k]` and the experts `[T, top_k]` with the highest logits `[T, E]`."""
 
-    @staticmethod
-    @on_its_device
     def forward(ctx, logits, top_k: int):
         logits = logits.contiguous()
         tokens, number = logits.shape
@@ -271,8 +269,6 @@ class Router(torch.autograd.Function):
         ctx.mark_non_differentiable(index)
         return weights, index
 
-    @staticmethod
-    @first_order()
     def backward(ctx, d_weights, _):
         logits, index = ctx.saved_tensors
         # The probabilities over their sum are the softmax of the chosen logits.
@@ -450,15 +446,13 @@ def _shared_gradients(dy, shared, gate):
     return d_shared, d_gate
 
 
-class Experts(torch.autograd.Function):
+class Experts(KernelFunction):
     """The weighted sum of the experts' outputs for tokens `[T, hidden]`, plus that of the shared expert if it is given.
 
     `options` are the dtype of all products, the scales of the adapters of both weights, whether gradients are enabled,
     and both weights if they are quantized. The last tensors are the matrices of these adapters, or `None`.
     """
 
-    @staticmethod
-    @on_its_device
     def forward(ctx, x, index, weights, gate_up, down, shared, gate, options, *matrices):
         dtype, scales, keep, ctx.quantized = options
         ctx.dtype, ctx.like, ctx.scales = dtype, x.dtype, scales
@@ -478,8 +472,6 @@ class Experts(torch.autograd.Function):
         y, _ = plan.rows_times_experts(h, second_weight, second, transposed=True, scatter=True)
         return _sum_of_choices(y, index, weights, number, x.dtype, shared, gate)
 
-    @staticmethod
-    @first_order()
     def backward(ctx, dy):
         x, index, weights, gate_up, down, shared, gate, *matrices, low, both, order, ends, tiles = saved(ctx)
         for_x, _, for_weights, for_gate_up, for_down, *for_shared, _ = ctx.needs_input_grad[:8]

@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...autograd import first_order
 from ...terms.products import Products, unflattened
-from . import ceil_div, next_power_of_2, on_its_device
+from . import KernelFunction, ceil_div, next_power_of_2, on_its_device
 
 
 # Elements per tile, and backward programs per multiprocessor.
@@ -120,7 +119,7 @@ def _tile(width: int) -> dict[str, int]:
     return {"ROWS": max(1, _TILE // padded), "WIDTH": padded, "num_warps": min(max(4, padded // 256), 16)}
 
 
-class RMSNorm(torch.autograd.Function):
+class RMSNorm(KernelFunction):
     """RMS norm of `x` `[..., width]` with `weight` `[width]`, and optional `residual` and `gate` `[..., width]`.
 
     With a residual, it returns the norm and the sum; with `stream`, the norm and `x`. With a gate, the norm
@@ -129,8 +128,6 @@ class RMSNorm(torch.autograd.Function):
     head. With `first`, the gate comes before the norm.
     """
 
-    @staticmethod
-    @on_its_device
     def forward(ctx, x, weight, residual, gate, eps, offset, stream, first, sigmoid, plan, *tensors):
         # Under autocast, layer outputs have low precision, but the residual stream does not.
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, x.dtype if residual is None else residual.dtype)
@@ -165,8 +162,6 @@ class RMSNorm(torch.autograd.Function):
             return (y, given) if stream else y
         return y, total
 
-    @staticmethod
-    @first_order()
     def backward(ctx, d_out, dsum=None):
         products, (x, weight, gate, r) = Products.restored(ctx)
         x = x.view(-1, x.shape[-1])

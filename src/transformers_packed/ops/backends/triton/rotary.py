@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...autograd import first_order
-from . import ceil_div, next_power_of_2, on_its_device
+from . import KernelFunction, ceil_div, next_power_of_2
 from .norm import programs_for
 
 
@@ -142,11 +141,9 @@ def _rotary_backward(
     tl.store(to + HALF + turning, tl.sum(dw2, 0), mask=turning < HALF)
 
 
-class QKNormRope(torch.autograd.Function):
+class QKNormRope(KernelFunction):
     """The op for queries and gates `[T, Q, 2, dim]`, keys `[T, K, dim]`, weights `[dim]`, angles `[T, rotary]`."""
 
-    @staticmethod
-    @on_its_device
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps: float):
         q, k, q_weight, k_weight, cos, sin = (x.contiguous() for x in (q, k, q_weight, k_weight, cos, sin))
         length, q_heads, _, dim = q.shape
@@ -160,8 +157,6 @@ class QKNormRope(torch.autograd.Function):
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, r)
         return q_out, k_out, gate
 
-    @staticmethod
-    @first_order()
     def backward(ctx, dq_out, dk_out, dgate):
         q, k, q_weight, k_weight, cos, sin, r = ctx.saved_tensors
         dq_out, dk_out, dgate = (x.contiguous() for x in (dq_out, dk_out, dgate))

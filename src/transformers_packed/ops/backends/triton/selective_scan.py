@@ -22,8 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...autograd import first_order
-from . import ceil_div, next_power_of_2, on_its_device
+from . import KernelFunction, ceil_div, next_power_of_2
 from .gated_delta_rule import softplus
 
 
@@ -237,14 +236,12 @@ def _gradient_of_writes(
     tl.store(dbias_ptr + chunk * D + d, dbias, mask=inside)
 
 
-class SelectiveScan(torch.autograd.Function):
+class SelectiveScan(KernelFunction):
     """The scan of `x` and `dt` `[T, D]`, `a` `[D, N]`, `b` and `c` `[T, G * N]`, `d` and `bias` `[D]`.
 
     `chunks` and `offsets` are the first two of [`chunks_of`]. `groups` is `G`.
     """
 
-    @staticmethod
-    @on_its_device
     def forward(ctx, x, dt, a, b, c, d, bias, chunks, offsets, groups):
         x, dt, b, c = (z if z.stride(1) == 1 else z.contiguous() for z in (x, dt, b, c))
         a, d, bias = (z.contiguous() for z in (a, d, bias))
@@ -263,8 +260,6 @@ class SelectiveScan(torch.autograd.Function):
         ctx.save_for_backward(x, dt, a, b, c, d, bias, chunks, offsets)
         return y
 
-    @staticmethod
-    @first_order()
     def backward(ctx, dy):
         x, dt, a, b, c, d, bias, chunks, offsets = ctx.saved_tensors
         dy = dy.contiguous()

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 
 from ....boundaries import SequenceBoundaries
-from ...autograd import first_order
-from . import ceil_div, next_power_of_2, on_its_device
+from . import KernelFunction, ceil_div, next_power_of_2
 from .gated_delta_rule import softplus
 
 
@@ -351,14 +350,12 @@ def chunks_of(boundaries: SequenceBoundaries) -> tuple[torch.Tensor, torch.Tenso
     return torch.stack([start, size], dim=1).to(torch.int32), offsets, boundaries.cu_seqlens.contiguous()
 
 
-class SSD(torch.autograd.Function):
+class SSD(KernelFunction):
     """The scan of `x` `[T, H * P]`, `dt` `[T, H]`, `a`, `d` and `bias` `[H]`, `b` and `c` `[T, G * N]`.
 
     `chunks`, `offsets` and `cu` are those of [`chunks_of`]. `sizes` are `(H, P, G, N)`, with `P` of [`size_of_heads`].
     """
 
-    @staticmethod
-    @on_its_device
     def forward(ctx, x, dt, a, b, c, d, bias, limit, chunks, offsets, cu, sizes):
         x, dt, b, c = (z if z.stride(1) == 1 else z.contiguous() for z in (x, dt, b, c))
         a, d, bias = (z.contiguous() for z in (a, d, bias))
@@ -383,8 +380,6 @@ class SSD(torch.autograd.Function):
         ctx.save_for_backward(x, dt, a, b, c, d, bias, step, sums, chunks, offsets, cu)
         return y
 
-    @staticmethod
-    @first_order()
     def backward(ctx, dy):
         x, dt, a, b, c, d, bias, step, sums, chunks, offsets, cu = ctx.saved_tensors
         heads, dim, groups, states = (ctx.tile[name] for name in "HPGN")

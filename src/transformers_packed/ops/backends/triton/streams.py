@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...autograd import first_order
-from . import ceil_div, next_power_of_2, on_its_device
+from . import KernelFunction, ceil_div, next_power_of_2
 
 
 # Columns per program of the mean, and elements per program of the gates.
@@ -115,11 +114,9 @@ def _tile(width: int) -> dict[str, int]:
     return {"WIDTH": padded, "num_warps": min(max(4, padded // 512), 16)}
 
 
-class StreamGates(torch.autograd.Function):
+class StreamGates(KernelFunction):
     """`silu(low / streams)`, and `2 * sigmoid(x / streams)` unless `x` is `None`, in one kernel."""
 
-    @staticmethod
-    @on_its_device
     def forward(ctx, low, x, streams):
         low, x = low.contiguous(), None if x is None else x.contiguous()
         ctx.save_for_backward(low, x)
@@ -128,8 +125,6 @@ class StreamGates(torch.autograd.Function):
         _launch_gates(_gates_forward, (low, x, y, factor), low, x, streams)
         return y, factor
 
-    @staticmethod
-    @first_order()
     def backward(ctx, dy, dfactor):
         low, x = ctx.saved_tensors
         dy, dlow = dy.contiguous(), torch.empty_like(low)
@@ -145,11 +140,9 @@ def _launch_gates(kernel, tensors, low, x, streams):
         kernel[(blocks,)](*(low if tensor is None else tensor for tensor in tensors), *sizes, 1 / streams, _BLOCK)
 
 
-class MixStreams(torch.autograd.Function):
+class MixStreams(KernelFunction):
     """The mean over the streams of `sigmoid(gate) * x`, both `[..., S, width]`."""
 
-    @staticmethod
-    @on_its_device
     def forward(ctx, gate, x):
         gate, x = gate.contiguous(), x.contiguous()
         dtype = torch.promote_types(gate.dtype, x.dtype)
@@ -158,8 +151,6 @@ class MixStreams(torch.autograd.Function):
         _launch(_mix_forward, y, gate, x, y, streams=x.shape[-2])
         return y
 
-    @staticmethod
-    @first_order()
     def backward(ctx, dy):
         gate, x = ctx.saved_tensors
         dy, dgate, dx = dy.contiguous(), torch.empty_like(gate), torch.empty_like(x)
@@ -174,11 +165,9 @@ def _launch(kernel, row, *tensors, streams):
         kernel[row.numel() // width, ceil_div(width, _BLOCK)](*tensors, width, streams, _BLOCK)
 
 
-class AddToStreams(torch.autograd.Function):
+class AddToStreams(KernelFunction):
     """`x + factor * row` for `x` `[..., S, width]`, `row` `[..., width]` and `factor` `[..., S]`."""
 
-    @staticmethod
-    @on_its_device
     def forward(ctx, x, row, factor):
         x, row, factor = x.contiguous(), row.contiguous(), factor.contiguous()
         dtype = torch.promote_types(x.dtype, torch.promote_types(row.dtype, factor.dtype))
@@ -190,8 +179,6 @@ class AddToStreams(torch.autograd.Function):
             _add_forward[(row.numel() // width,)](x, row, factor, y, width, x.shape[-2], **_tile(width))
         return y
 
-    @staticmethod
-    @first_order()
     def backward(ctx, dy):
         row, factor = ctx.saved_tensors
         dy, drow, dfactor = dy.contiguous(), torch.empty_like(row), torch.empty_like(factor)
