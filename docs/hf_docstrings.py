@@ -71,10 +71,13 @@ class HuggingFaceDocstrings(griffe.Extension):
                         obj.docstring, 0, f"{name!r} is documented, but no parameter of {obj.path}"
                     )
         # `ops.glu` is the function, not the module of the same name that it comes from.
-        for module in [obj for obj in objects(pkg) if obj.is_module and obj.exports]:
-            for name in module.exports:
-                hidden = module.members.get(name)
-                if hidden is not None and not hidden.is_alias and hidden.is_module:
+        for module in [obj for obj in objects(pkg) if obj.is_module]:
+            found = {name: x for name in exports_of(module) if (x := module.members.get(name)) is not None}
+            for alias in [x for x in found.values() if x.is_alias]:
+                # By a path through a module that is hidden from now on.
+                alias.resolve_target()
+            for name, hidden in found.items():
+                if not hidden.is_alias and hidden.is_module:
                     module.set_member(name, griffe.Alias(name, hidden[name], parent=module))
 
 
@@ -86,13 +89,19 @@ def objects(obj: griffe.Object) -> Iterator[griffe.Object]:
             yield from objects(member)
 
 
+def exports_of(module: griffe.Module) -> set[str]:
+    """The public names of a module: its `__all__`, or what a package imports from its own modules."""
+    imports = {name: path for name, path in module.imports.items() if path.startswith(f"{module.path}.")}
+    return set(module.exports or (name for name, path in imports.items() if path != f"{module.path}.{name}"))
+
+
 def public_path(package: griffe.Module, name: str) -> str | None:
     """Where the API reference has `name`, such as "glu" or "AuditReport.plot"; `None` if it is not public."""
     name = name.removeprefix(f"{package.path}.")
     for prefix in PACKAGES:
         module = package[prefix.rstrip(".")] if prefix else package
         head, _, member = name.removeprefix(prefix).partition(".")
-        if head in (module.exports or ()) and (not member or member in module[head].members):
+        if head in exports_of(module) and (not member or member in module[head].members):
             return f"{module.path}.{name.removeprefix(prefix)}"
     return None
 

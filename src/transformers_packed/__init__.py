@@ -10,27 +10,38 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .audit import AuditReport, audit_model
-    from .audit.acceptance import MtpAcceptance, mtp_acceptance
-    from .boundaries import SequenceBoundaries
-    from .data.collator import DataCollatorWithFlattening
-    from .data.dataset import PackingDataset, pack_dataset
-    from .data.planning.cost import PackingCost
-    from .data.planning.plan import PackingPlan
-    from .data.planning.planner import plan_packing
-    from .data.streaming import IterablePackingDataset
-    from .models.cuda_graphs import use_cuda_graphs
-    from .models.float8 import use_float8
-    from .models.mtp_head import add_mtp
-    from .models.registry import patch_model, register, registered, unpatch_model, unregister
-    from .training.callbacks.gradient_release import GradientReleaseCallback
-    from .training.callbacks.metrics import PackingMetricsCallback
-    from .training.callbacks.resume import PackingStateCallback
-    from .training.configure import configure_packing
-    from .training.losses import per_document_logps, per_document_loss, set_loss_normalization
-    from .training.trainer import PackedTrainer, PackedTrainingArguments
-    from .training.verify import Verified, verify_packing
-    from .training.warm_up import warm_up
+    from .audit import AuditReport as AuditReport
+    from .audit import audit_model as audit_model
+    from .audit.acceptance import MtpAcceptance as MtpAcceptance
+    from .audit.acceptance import mtp_acceptance as mtp_acceptance
+    from .boundaries import SequenceBoundaries as SequenceBoundaries
+    from .data.collator import DataCollatorWithFlattening as DataCollatorWithFlattening
+    from .data.dataset import PackingDataset as PackingDataset
+    from .data.dataset import pack_dataset as pack_dataset
+    from .data.planning.cost import PackingCost as PackingCost
+    from .data.planning.plan import PackingPlan as PackingPlan
+    from .data.planning.planner import plan_packing as plan_packing
+    from .data.streaming import IterablePackingDataset as IterablePackingDataset
+    from .models.cuda_graphs import use_cuda_graphs as use_cuda_graphs
+    from .models.float8 import use_float8 as use_float8
+    from .models.mtp_head import add_mtp as add_mtp
+    from .models.registry import patch_model as patch_model
+    from .models.registry import register as register
+    from .models.registry import registered as registered
+    from .models.registry import unpatch_model as unpatch_model
+    from .models.registry import unregister as unregister
+    from .training.callbacks.gradient_release import GradientReleaseCallback as GradientReleaseCallback
+    from .training.callbacks.metrics import PackingMetricsCallback as PackingMetricsCallback
+    from .training.callbacks.resume import PackingStateCallback as PackingStateCallback
+    from .training.configure import configure_packing as configure_packing
+    from .training.losses import per_document_logps as per_document_logps
+    from .training.losses import per_document_loss as per_document_loss
+    from .training.losses import set_loss_normalization as set_loss_normalization
+    from .training.trainer import PackedTrainer as PackedTrainer
+    from .training.trainer import PackedTrainingArguments as PackedTrainingArguments
+    from .training.verify import Verified as Verified
+    from .training.verify import verify_packing as verify_packing
+    from .training.warm_up import warm_up as warm_up
 
 
 # Lazy imports: torch and Transformers take seconds to import, and the command line must respond before that.
@@ -70,37 +81,4 @@ def __getattr__(name: str) -> Any:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AuditReport",
-    "DataCollatorWithFlattening",
-    "GradientReleaseCallback",
-    "IterablePackingDataset",
-    "MtpAcceptance",
-    "PackedTrainer",
-    "PackedTrainingArguments",
-    "PackingCost",
-    "PackingDataset",
-    "PackingMetricsCallback",
-    "PackingPlan",
-    "PackingStateCallback",
-    "SequenceBoundaries",
-    "Verified",
-    "add_mtp",
-    "pack_dataset",
-    "audit_model",
-    "configure_packing",
-    "mtp_acceptance",
-    "patch_model",
-    "per_document_logps",
-    "per_document_loss",
-    "plan_packing",
-    "register",
-    "registered",
-    "set_loss_normalization",
-    "unpatch_model",
-    "unregister",
-    "use_cuda_graphs",
-    "use_float8",
-    "verify_packing",
-    "warm_up",
-]
+__all__ = sorted(_HOMES)

@@ -25,6 +25,11 @@ def input_error(expected: object, got: object, fix: str = "", *, option: str = "
     return ValueError(f"{option and f'{option}: '}expected {expected}, got {got}. {fix}".rstrip())
 
 
+def shapes(*tensors: Any) -> str:
+    """Return the shapes of tensors in words, `none` for those that are `None`."""
+    return ", ".join("none" if x is None else str(tuple(x.shape)) for x in tensors)
+
+
 def first_error(rules: Iterable[Rule]) -> ValueError | None:
     """Return the error of the first rule that applies.
 

@@ -1,3 +1,4 @@
+import ast
 import copy
 import pickle
 import subprocess
@@ -232,3 +233,10 @@ class ImportTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             result = subprocess.run([sys.executable, script, folder], capture_output=True, text=True)
         self.assertEqual(result.returncode, 0, result.stderr)
+
+    def test_every_public_name_is_there(self):
+        tree = ast.parse(Path(transformers_packed.__file__).read_text(encoding="utf-8"))
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+        self.assertEqual({x.asname: node.module for node in imports for x in node.names}, transformers_packed._HOMES)
+        for name in transformers_packed.__all__:
+            self.assertEqual(getattr(transformers_packed, name).__name__, name)

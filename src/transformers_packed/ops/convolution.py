@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
 from ..boundaries import SequenceBoundaries
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .backends import causal_conv1d as compiled
 from .backends import fla, triton
-from .dispatch import Implementation, run
+from .dispatch import Implementation, run, with_triton
 from .example import Call, Setting
 from .norm import widened
 
@@ -67,9 +67,8 @@ def causal_conv1d(
     ```
     """
     if weight.ndim != 2 or hidden_states.ndim != 3 or hidden_states.shape[-1] != weight.shape[0]:
-        got = f"{tuple(hidden_states.shape)} and {tuple(weight.shape)}"
         fix = "Squeeze the middle dimension of a Conv1d weight, and put channels last."
-        raise input_error("hidden_states [B, T, D] and weight [D, W]", got, fix)
+        raise input_error("hidden_states [B, T, D] and weight [D, W]", shapes(hidden_states, weight), fix)
     call = (hidden_states, weight, bias, activation)
     return run("causal_conv1d", impl, IMPLEMENTATIONS, *call, boundaries=boundaries)
 
@@ -142,7 +141,7 @@ def _check_heads(hidden_states: torch.Tensor, weight: torch.Tensor, key_heads: i
     if weight.ndim != 2 or weight.shape[0] != channels or hidden_states.ndim != 3 or values <= 0 or values % value_dim:
         expected = "hidden_states [B, T, D] and weight [D, W] for whole heads of queries, keys and values"
         heads = f"{key_heads} heads of {key_dim} channels and values of {value_dim}"
-        got = f"{tuple(hidden_states.shape)} and {tuple(weight.shape)} for {heads}"
+        got = f"{shapes(hidden_states, weight)} for {heads}"
         raise input_error(expected, got, "Put channels last, and check the number of heads.")
 
 
@@ -244,10 +243,7 @@ def takes_heads(key_dim: int, value_dim: int) -> bool:
     return 16 <= key_dim <= 256 and value_dim % key_dim == 0
 
 
-QUERY_KEY_VALUE = {
-    "triton": Implementation(triton_qkv, verify_triton_qkv),
-    "reference": Implementation(_reference_qkv),
-}
+QUERY_KEY_VALUE = with_triton(triton_qkv, verify_triton_qkv, _reference_qkv)
 
 
 def example(setting: Setting) -> dict[str, Call]:

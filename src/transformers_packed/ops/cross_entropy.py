@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .autograd import autocast_dtype, first_order, retains_graph
 from .backends import triton
 from .dispatch import Implementation, run
@@ -103,8 +103,8 @@ def linear_cross_entropy(
     if token_weights is not None and token_weights.shape != labels.shape:
         raise input_error(f"token_weights of shape {tuple(labels.shape)}", tuple(token_weights.shape))
     if weight.ndim != 2 or hidden_states.shape[-1] != weight.shape[1] or hidden_states.shape[:-1] != labels.shape:
-        got = f"{tuple(hidden_states.shape)}, {tuple(weight.shape)} and {tuple(labels.shape)}"
-        raise input_error("hidden_states [..., hidden], weight [vocab, hidden] and labels [...]", got)
+        expected = "hidden_states [..., hidden], weight [vocab, hidden] and labels [...]"
+        raise input_error(expected, shapes(hidden_states, weight, labels))
     if chunk_size is None:
         chunk_size = CHUNK_SIZE if weight.requires_grad else FROZEN_CHUNK_SIZE
     if chunk_size < 1 or not 0 <= label_smoothing <= 1:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .backends import importable, triton
-from .dispatch import Implementation, run
+from .dispatch import Implementation, run, with_triton
 
 
 # bitsandbytes' kernels for GPUs count elements in 32 bits.
@@ -99,7 +99,7 @@ def dequantize_rows(
     ```
     """
     if scale.shape != (*values.shape[:-1], 1):
-        raise input_error("values [..., C] and scales [..., 1]", f"{tuple(values.shape)} and {tuple(scale.shape)}")
+        raise input_error("values [..., C] and scales [..., 1]", shapes(values, scale))
     return run("dequantize_rows", impl, ROWS, values, scale, dtype)
 
 
@@ -140,12 +140,6 @@ def _verify_bitsandbytes(packed, state, first, number) -> str:
     return importable("bitsandbytes", "bitsandbytes")
 
 
-def _triton(packed, state, first, number):
-    from .backends.triton.dequantization import dequantize_4bit
-
-    return dequantize_4bit(packed, state, first, number)
-
-
 def _verify_triton(packed, state, first, number) -> str:
     if not triton.on_gpu(packed):
         return "needs CUDA tensors"
@@ -168,12 +162,6 @@ def _reference_rows(values, scale, dtype):
     return (values.float() * scale).to(dtype)
 
 
-def _triton_rows(values, scale, dtype):
-    from .backends.triton.dequantization import dequantize_rows
-
-    return dequantize_rows(values, scale, dtype)
-
-
 def _verify_rows(values, scale, dtype) -> str:
     if not triton.on_gpu(values):
         return "needs CUDA tensors"
@@ -185,11 +173,8 @@ def _verify_rows(values, scale, dtype) -> str:
 
 
 FOUR_BIT = {
-    "triton": Implementation(_triton, _verify_triton),
+    "triton": Implementation(triton.late("dequantization", "dequantize_4bit"), _verify_triton),
     "bitsandbytes": Implementation(_bitsandbytes, _verify_bitsandbytes),
     "reference": Implementation(_reference),
 }
-ROWS = {
-    "triton": Implementation(_triton_rows, _verify_rows),
-    "reference": Implementation(_reference_rows),
-}
+ROWS = with_triton(triton.late("dequantization", "dequantize_rows"), _verify_rows, _reference_rows)

@@ -42,6 +42,11 @@ class Implementation(NamedTuple):
     verify: Callable[..., str] = lambda *_, **__: ""
 
 
+def with_triton(run: Callable, verify: Callable[..., str], reference: Callable) -> dict[str, Implementation]:
+    """Return the table of an op with a kernel of this package and a reference in PyTorch."""
+    return {"triton": Implementation(run, verify), "reference": Implementation(reference)}
+
+
 def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -> Callable[..., Any]:
     """Select the function of `table` that runs this call of `op`.
 

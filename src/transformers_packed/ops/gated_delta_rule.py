@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 
 from ..boundaries import CHUNK_SIZE, SequenceBoundaries
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .backends import fla, flash_qla, triton
-from .dispatch import Implementation, run
+from .dispatch import Implementation, run, with_triton
 from .example import Call, Setting
 from .norm import widened
 from .per_document import per_document
@@ -153,8 +153,8 @@ def gated_delta_gates(
     ```
     """
     if a.shape != b.shape or a_log.shape != a.shape[-1:] or dt_bias.shape != a.shape[-1:]:
-        got = ", ".join(str(tuple(x.shape)) for x in (a, b, a_log, dt_bias))
-        raise input_error("a and b [..., HV], a_log and dt_bias [HV] for HV value heads", got)
+        expected = "a and b [..., HV], a_log and dt_bias [HV] for HV value heads"
+        raise input_error(expected, shapes(a, b, a_log, dt_bias))
     return run("gated_delta_gates", impl, GATES, a, b, a_log, dt_bias)
 
 
@@ -360,10 +360,7 @@ def _gates_triton(a, b, a_log, dt_bias):
     return g.view(a.shape), beta.view(b.shape)
 
 
-GATES = {
-    "triton": Implementation(_gates_triton, triton.verify),
-    "reference": Implementation(_gates_reference),
-}
+GATES = with_triton(_gates_triton, triton.verify, _gates_reference)
 
 
 def example(setting: Setting) -> dict[str, Call]:

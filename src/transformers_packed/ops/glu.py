@@ -6,9 +6,9 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .backends import triton
-from .dispatch import Implementation, run
+from .dispatch import run, with_triton
 from .example import Call, Setting
 from .linear import apply_reference, as_projection, check_layer, verify_layer
 from .terms import Projection, planned
@@ -65,9 +65,7 @@ def glu(
     if activation not in _ACTIVATIONS:
         raise input_error(f"an activation of {sorted(_ACTIVATIONS)}", f'"{activation}"')
     if gate.shape != hidden_states.shape:
-        raise input_error(
-            "gate and hidden_states of the same shape", f"{tuple(gate.shape)} and {tuple(hidden_states.shape)}"
-        )
+        raise input_error("gate and hidden_states of the same shape", shapes(gate, hidden_states))
     if callable(linear_weight):
         return linear_weight(glu(gate, hidden_states, activation=activation, impl=impl))
     name = _NAMES[activation]
@@ -94,10 +92,7 @@ def _verify_triton(gate, hidden_states, linear_weight, activation):
     return verify_layer(hidden_states, linear_weight) or triton.verify_gated(hidden_states, gate)
 
 
-IMPLEMENTATIONS = {
-    "triton": Implementation(_triton, _verify_triton),
-    "reference": Implementation(_reference),
-}
+IMPLEMENTATIONS = with_triton(_triton, _verify_triton, _reference)
 
 
 def example(setting: Setting) -> dict[str, Call]:

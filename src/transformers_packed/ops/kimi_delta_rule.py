@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..boundaries import SequenceBoundaries
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .backends import fla
 from .dispatch import Implementation, run
 from .example import Call, Setting
@@ -107,8 +107,7 @@ def _check_gate(key, value, g, a_log, dt_bias, lower_bound) -> None:
         if dt_bias is not None or lower_bound is not None:
             raise input_error("dt_bias and lower_bound together with a_log", "no a_log", "Pass a_log, or the decay.")
     elif dt_bias is None or a_log.shape != (heads,) or dt_bias.shape != (heads * dim,):
-        got = " and ".join("None" if x is None else str(tuple(x.shape)) for x in (a_log, dt_bias))
-        raise input_error(f"a_log [{heads}] and dt_bias [{heads * dim}]", got)
+        raise input_error(f"a_log [{heads}] and dt_bias [{heads * dim}]", shapes(a_log, dt_bias))
     elif lower_bound is not None and lower_bound >= 0:
         raise input_error("a negative lower_bound", lower_bound)
 

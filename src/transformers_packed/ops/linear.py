@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from ..errors import input_error
+from ..errors import input_error, shapes
 from . import float8
 from .autograd import autocast_dtype, first_order, free, is_transformed
 from .backends import triton
@@ -35,8 +35,7 @@ def check_layer(width: int, layer: torch.Tensor | Projection) -> None:
         raise input_error(f"a weight [out, {width}] of the linear layer", tuple(weight.shape))
     for down, up, _, dropout, _ in adapters:
         if down.shape[1:] != (width,) or up.shape != (weight.shape[0], len(down)):
-            got = f"{tuple(down.shape)} and {tuple(up.shape)}"
-            raise input_error(f"an adapter [rank, {width}] and [{weight.shape[0]}, rank]", got)
+            raise input_error(f"an adapter [rank, {width}] and [{weight.shape[0]}, rank]", shapes(down, up))
         if not 0 <= dropout < 1:
             raise input_error("a dropout from 0 to less than 1", dropout)
 

@@ -18,7 +18,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .autograd import autocast_dtype, first_order, retains_graph
 from .cross_entropy import FROZEN_CHUNK_SIZE, HeadGradients, torch_scaled
 from .norm import widened
@@ -88,7 +88,7 @@ def linear_divergence(
     for states, matrix in ((hidden_states, weight), (teacher_hidden_states, teacher_weight)):
         if states.shape != (*shape, matrix.shape[-1]) or matrix.ndim != 2 or len(matrix) != vocab:
             expected = f"hidden states {[*shape]} + [hidden], and weights [{vocab}, hidden] of one vocabulary"
-            raise input_error(expected, f"{tuple(states.shape)} and {tuple(matrix.shape)}")
+            raise input_error(expected, shapes(states, matrix))
     if not 0 <= beta <= 1 or temperature <= 0 or chunk_size < 1:
         got = f"{beta}, {temperature} and {chunk_size}"
         raise input_error("beta from 0 to 1, temperature above 0 and chunk_size of 1 or more", got)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .autograd import compute_dtype, first_order, retains_graph
 from .backends import triton
 from .cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE, HeadGradients, torch_scaled
@@ -129,8 +129,7 @@ def _check(hidden_states, weight, targets, bias, rows):
         expected = (
             f"hidden_states [{of_rows}, hidden], weight [vocab, hidden], targets [...], bias [vocab] and rows [...]"
         )
-        given = hidden_states, weight, targets, bias, rows
-        raise input_error(expected, ", ".join("none" if x is None else str(tuple(x.shape)) for x in given))
+        raise input_error(expected, shapes(hidden_states, weight, targets, bias, rows))
     for name, x in (("targets", targets), ("rows", rows)):
         if x is not None and (x.is_floating_point() or x.dtype == torch.bool):
             raise input_error(f"integer {name}", x.dtype)

@@ -8,10 +8,10 @@ order in which it chose them.
 import torch
 import torch.nn.functional as F
 
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .autograd import autocast_dtype
 from .backends import triton
-from .dispatch import Implementation, run
+from .dispatch import Implementation, run, with_triton
 from .example import Call, Setting
 from .norm import widened
 from .terms import Adapter, DequantizedExperts
@@ -58,9 +58,8 @@ def choose_experts(
     ```
     """
     if router_logits.ndim != 2 or not 0 < top_k <= router_logits.shape[-1]:
-        raise input_error(
-            "router_logits [T, experts] and top_k of 1 to experts", f"{tuple(router_logits.shape)}, {top_k}"
-        )
+        got = f"{shapes(router_logits)} and {top_k}"
+        raise input_error("router_logits [T, experts] and top_k of 1 to experts", got)
     return run("choose_experts", impl, ROUTERS, router_logits, top_k, normalize)
 
 
@@ -138,17 +137,17 @@ def experts(
     """
     shape, (tokens, hidden) = gate_up_proj.shape, hidden_states.shape
     if shape[2] != hidden or down_proj.shape != (shape[0], hidden, shape[1] / 2):
-        got = f"{tuple(hidden_states.shape)}, {tuple(shape)} and {tuple(down_proj.shape)}"
-        raise input_error("hidden_states [T, hidden], weights [E, 2 * width, hidden] and [E, hidden, width]", got)
+        expected = "hidden_states [T, hidden], weights [E, 2 * width, hidden] and [E, hidden, width]"
+        raise input_error(expected, shapes(hidden_states, gate_up_proj, down_proj))
     if top_k_index.shape != top_k_weights.shape or top_k_index.shape[:1] != (tokens,) or top_k_index.ndim != 2:
-        got = f"{tuple(top_k_index.shape)} and {tuple(top_k_weights.shape)}"
-        raise input_error(f"top_k_index and top_k_weights [{tokens}, top_k]", got)
+        expected = f"top_k_index and top_k_weights [{tokens}, top_k]"
+        raise input_error(expected, shapes(top_k_index, top_k_weights))
     for weight, adapter in ((gate_up_proj, gate_up_adapter), (down_proj, down_adapter)):
         if adapter is not None:
             _check_adapter(weight, adapter)
     if shared is not None and tuple(x.shape for x in shared) != ((tokens, hidden), (tokens, 1)):
-        got = " and ".join(str(tuple(x.shape)) for x in shared)
-        raise input_error(f"an output [{tokens}, {hidden}] and a gate [{tokens}, 1] of the shared expert", got)
+        expected = f"an output [{tokens}, {hidden}] and a gate [{tokens}, 1] of the shared expert"
+        raise input_error(expected, shapes(*shared))
     call = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter, down_adapter, shared
     return run("experts" if call[5:7] == (None, None) else "experts_lora", impl, EXPERTS, *call)
 
@@ -157,8 +156,8 @@ def _check_adapter(weight, adapter):
     number, out, size = weight.shape
     rank = adapter.up.shape[-1]
     if adapter.down.shape != (number, rank, size) or not rank or adapter.up.shape != (number, out, rank):
-        got = f"{tuple(adapter.down.shape)} and {tuple(adapter.up.shape)}"
-        raise input_error(f"an adapter [{number}, rank, {size}] and [{number}, {out}, rank]", got)
+        expected = f"an adapter [{number}, rank, {size}] and [{number}, {out}, rank]"
+        raise input_error(expected, shapes(adapter.down, adapter.up))
     if adapter.dropout or adapter.bias is not None:
         raise input_error("an adapter of experts without dropout and bias", f"dropout={adapter.dropout}")
 
@@ -248,14 +247,8 @@ def verify_triton(
     return f"supports adapters up to rank {MAX_RANK}, not {rank}" if rank > MAX_RANK else ""
 
 
-ROUTERS = {
-    "triton": Implementation(_triton_router, _verify_router),
-    "reference": Implementation(_reference_router),
-}
-EXPERTS = {
-    "triton": Implementation(_triton, verify_triton),
-    "reference": Implementation(_reference),
-}
+ROUTERS = with_triton(_triton_router, _verify_router, _reference_router)
+EXPERTS = with_triton(_triton, verify_triton, _reference)
 
 
 def example(setting: Setting) -> dict[str, Call]:

@@ -6,9 +6,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .backends import triton
-from .dispatch import Implementation, run
+from .dispatch import run, with_triton
 from .example import Call, Setting
 from .linear import apply_reference, as_projection, check_layer, verify_layer
 from .recipes import remember_recipe
@@ -142,8 +142,8 @@ def gated_rms_norm(
 def _check(hidden_states: torch.Tensor, weight: torch.Tensor, name: str, other: torch.Tensor | None) -> None:
     fits = weight.shape in (hidden_states.shape[-1:], hidden_states.shape[-2:])
     if not fits or (other is not None and other.shape != hidden_states.shape):
-        got = ", ".join("none" if x is None else str(tuple(x.shape)) for x in (hidden_states, other, weight))
-        raise input_error(f"hidden_states and {name} [..., width] and weight [width]", got)
+        expected = f"hidden_states and {name} [..., width] and weight [width]"
+        raise input_error(expected, shapes(hidden_states, other, weight))
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
@@ -193,10 +193,7 @@ def _verify_triton(hidden_states, weight, eps, offset, residual, gate=None, line
     return verify_layer(hidden_states, linear_weight) or triton.verify_gated(hidden_states, gate)
 
 
-IMPLEMENTATIONS = {
-    "triton": Implementation(_triton, _verify_triton),
-    "reference": Implementation(_reference),
-}
+IMPLEMENTATIONS = with_triton(_triton, _verify_triton, _reference)
 
 
 def example(setting: Setting) -> dict[str, Call]:

@@ -2,9 +2,9 @@
 
 import torch
 
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .backends import triton
-from .dispatch import Implementation, run
+from .dispatch import run, with_triton
 from .example import Call, Setting
 from .norm import rms_norm
 
@@ -66,9 +66,8 @@ def qk_norm_rope(
     fits = fits and query_gate.shape[:2] == key.shape[:2] and query_weight.shape == key_weight.shape == (dim,)
     fits = fits and cos.shape == sin.shape and cos.shape[:-1] in (key.shape[:2], (1, key.shape[1]))
     if not fits or rotary > dim or rotary % 2:
-        got = ", ".join(str(tuple(x.shape)) for x in (query_gate, key, query_weight, key_weight, cos, sin))
         expected = "query_gate [B, T, Q, 2 * dim], key [B, T, K, dim], weights [dim], cos and sin [B, T, rotary]"
-        raise input_error(expected, got)
+        raise input_error(expected, shapes(query_gate, key, query_weight, key_weight, cos, sin))
     return run("qk_norm_rope", impl, IMPLEMENTATIONS, query_gate, key, query_weight, key_weight, cos, sin, eps)
 
 
@@ -112,10 +111,7 @@ def _verify(query_gate, key, query_weight, key_weight, cos, sin, eps):
     return triton.verify(query_gate)
 
 
-IMPLEMENTATIONS = {
-    "triton": Implementation(_triton, _verify),
-    "reference": Implementation(_reference),
-}
+IMPLEMENTATIONS = with_triton(_triton, _verify, _reference)
 
 
 def example(setting: Setting) -> dict[str, Call]:

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from ..boundaries import CHUNK_SIZE, SequenceBoundaries
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .backends import triton
-from .dispatch import Implementation, run
+from .dispatch import run, with_triton
 from .example import Call, Setting
 from .norm import widened
 from .per_document import per_document
@@ -95,8 +95,7 @@ def _check(x, dt, A, B, C, D, dt_bias) -> None:
     of_channels = D.shape == dt_bias.shape == channels and A.shape == (*channels, *B.shape[3:])
     if not rows or not of_channels or x.shape[2] % B.shape[2]:
         expected = "x and dt [batch, T, channels], B and C [batch, T, G, N] with G that divides channels"
-        got = ", ".join(str(tuple(z.shape)) for z in (x, dt, B, C, A, D, dt_bias))
-        raise input_error(f"{expected}, A [channels, N], D and dt_bias [channels]", got)
+        raise input_error(f"{expected}, A [channels, N], D and dt_bias [channels]", shapes(x, dt, B, C, A, D, dt_bias))
 
 
 def torch_selective_scan(
@@ -172,10 +171,7 @@ def _verify_triton(x, dt, A, B, C, D, dt_bias, **_):
     return triton.verify_all(dt, A, B, C, D, dt_bias, x)
 
 
-IMPLEMENTATIONS = {
-    "triton": Implementation(_triton, _verify_triton),
-    "reference": Implementation(_reference),
-}
+IMPLEMENTATIONS = with_triton(_triton, _verify_triton, _reference)
 
 
 def example(setting: Setting) -> dict[str, Call]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..boundaries import CHUNK_SIZE, SequenceBoundaries
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .backends import mamba_ssm, triton
 from .dispatch import Implementation, run
 from .example import Call, Setting
@@ -92,8 +92,7 @@ def _check(x, dt, A, B, C, D, dt_bias) -> None:
     per_token = x.ndim == B.ndim == 4 and dt.shape == x.shape[:3] and B.shape == C.shape and B.shape[:2] == x.shape[:2]
     if not per_token or any(z.shape != heads for z in (A, D, dt_bias)) or x.shape[2] % B.shape[2]:
         expected = "x [batch, T, H, P], dt [batch, T, H], B and C [batch, T, G, N] with G that divides H"
-        got = ", ".join(str(tuple(z.shape)) for z in (x, dt, B, C, A, D, dt_bias))
-        raise input_error(f"{expected}, A, D and dt_bias [H]", got)
+        raise input_error(f"{expected}, A, D and dt_bias [H]", shapes(x, dt, B, C, A, D, dt_bias))
 
 
 def torch_ssd(

@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from ..errors import input_error
+from ..errors import input_error, shapes
 from .backends import triton
-from .dispatch import Implementation, run
+from .dispatch import run, with_triton
 
 
 def stream_gates(
@@ -42,7 +42,7 @@ def stream_gates(
     ```
     """
     if streams < 1 or factors is not None and factors.shape != (*low.shape[:-1], streams):
-        got = f"{tuple(low.shape)}, {None if factors is None else tuple(factors.shape)} and {streams}"
+        got = f"{shapes(low, factors)} for {streams}"
         raise input_error("low [..., rank] and factors [..., S] for S streams", got)
     return run("stream_gates", impl, GATES, low, factors, streams)
 
@@ -75,8 +75,7 @@ def mix_streams(gate: torch.Tensor, streams: torch.Tensor, *, impl: str = "auto"
     ```
     """
     if gate.shape != streams.shape or gate.ndim < 2:
-        got = f"{tuple(gate.shape)} and {tuple(streams.shape)}"
-        raise input_error("gate and streams of the same shape [..., S, width]", got)
+        raise input_error("gate and streams of the same shape [..., S, width]", shapes(gate, streams))
     return run("mix_streams", impl, MIX, gate, streams)
 
 
@@ -112,19 +111,13 @@ def add_to_streams(
     ```
     """
     if hidden_states.shape != (*streams.shape[:-2], streams.shape[-1]) or factors.shape != streams.shape[:-1]:
-        got = ", ".join(str(tuple(x.shape)) for x in (streams, hidden_states, factors))
-        raise input_error("streams [..., S, width], hidden_states [..., width] and factors [..., S]", got)
+        expected = "streams [..., S, width], hidden_states [..., width] and factors [..., S]"
+        raise input_error(expected, shapes(streams, hidden_states, factors))
     return run("add_to_streams", impl, ADD, streams, hidden_states, factors)
 
 
 def _gates_reference(low, factors, streams):
     return F.silu(low / streams), None if factors is None else 2 * torch.sigmoid(factors / streams)
-
-
-def _gates_triton(low, factors, streams):
-    from .backends.triton.streams import StreamGates
-
-    return StreamGates.apply(low, factors, streams)
 
 
 def _verify_gates(low, factors, streams):
@@ -135,20 +128,8 @@ def _mix_reference(gate, streams):
     return (torch.sigmoid(gate) * streams).mean(dim=-2)
 
 
-def _mix_triton(gate, streams):
-    from .backends.triton.streams import MixStreams
-
-    return MixStreams.apply(gate, streams)
-
-
 def _add_reference(streams, hidden_states, factors):
     return streams + hidden_states.unsqueeze(-2) * factors.unsqueeze(-1)
-
-
-def _add_triton(streams, hidden_states, factors):
-    from .backends.triton.streams import AddToStreams
-
-    return AddToStreams.apply(streams, hidden_states, factors)
 
 
 def _verify(*tensors):
@@ -157,15 +138,6 @@ def _verify(*tensors):
     return triton.verify_all(*tensors)
 
 
-GATES = {
-    "triton": Implementation(_gates_triton, _verify_gates),
-    "reference": Implementation(_gates_reference),
-}
-MIX = {
-    "triton": Implementation(_mix_triton, _verify),
-    "reference": Implementation(_mix_reference),
-}
-ADD = {
-    "triton": Implementation(_add_triton, _verify),
-    "reference": Implementation(_add_reference),
-}
+GATES = with_triton(triton.late("streams", "StreamGates"), _verify_gates, _gates_reference)
+MIX = with_triton(triton.late("streams", "MixStreams"), _verify, _mix_reference)
+ADD = with_triton(triton.late("streams", "AddToStreams"), _verify, _add_reference)

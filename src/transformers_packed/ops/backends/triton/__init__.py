@@ -8,6 +8,7 @@ sum uses atomics, so results are bitwise reproducible.
 import importlib.util
 from collections.abc import Callable
 from functools import lru_cache, wraps
+from importlib import import_module
 
 import torch
 
@@ -48,6 +49,16 @@ def verify_gated(hidden_states: torch.Tensor, gate: torch.Tensor) -> str:
     return verify(hidden_states)
 
 
+def late(module: str, name: str) -> Callable:
+    """Return a call of what a file of this folder has under a name. The call imports it, because that needs triton."""
+
+    def call(*args):
+        found = getattr(import_module(f"{__name__}.{module}"), name)
+        return getattr(found, "apply", found)(*args)
+
+    return call
+
+
 @lru_cache
 def _single_gpu() -> bool:
     return torch.cuda.device_count() == 1
@@ -86,5 +97,5 @@ class KernelFunction(torch.autograd.Function):
     """
 
     def __init_subclass__(cls) -> None:
-        cls.forward = staticmethod(on_its_device(cls.forward))
-        cls.backward = staticmethod(first_order()(cls.backward))
+        cls.forward = staticmethod(on_its_device(cls.forward))  # type: ignore[method-assign]
+        cls.backward = staticmethod(first_order()(cls.backward))  # type: ignore[method-assign]

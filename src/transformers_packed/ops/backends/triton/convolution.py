@@ -247,9 +247,7 @@ class CausalConv1dQKV(KernelFunction):
     With halos, `halo` is `[halos * (W - 1), channels]` and `slot` int32 `[T]`.
     """
 
-    def forward(
-        ctx, x, weight, position, key_heads: int, value_heads: int, dim: int, eps: float, halo=None, slot=None
-    ):
+    def forward(ctx, x, weight, position, key_heads, value_heads, dim, eps, halo=None, slot=None):
         x = x if x.stride(1) == 1 else x.contiguous()
         weight = weight.contiguous()
         # A window of one token needs no halo.

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...terms import Float8, Plan, Products
+from ...terms import Float8, Products
 from ...terms.products import unflattened
 from . import KernelFunction, ceil_div, next_power_of_2
 from .float8 import COLUMNS, ROWS, bits, cast_with_scales, inverse, packed_at, scale_of, store_transposed
@@ -105,7 +105,7 @@ class GLU(KernelFunction):
     recomputes the product, which is not saved.
     """
 
-    def forward(ctx, gate, x, silu: bool, plan: Plan, *tensors):
+    def forward(ctx, gate, x, silu, plan, *tensors):
         gate, x, width = gate.contiguous(), x.contiguous(), x.shape[-1]
         ctx.silu = silu
         products = Products(ctx, plan, tensors, x.dtype)

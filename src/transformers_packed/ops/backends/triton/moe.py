@@ -257,7 +257,7 @@ def _divisor(size: int, most: int) -> int:
 class Router(KernelFunction):
     """The weights `[T, top_k]` and the experts `[T, top_k]` with the highest logits `[T, E]`."""
 
-    def forward(ctx, logits, top_k: int):
+    def forward(ctx, logits, top_k):
         logits = logits.contiguous()
         tokens, number = logits.shape
         weights = logits.new_empty(tokens, top_k)

@@ -144,7 +144,7 @@ def _rotary_backward(
 class QKNormRope(KernelFunction):
     """The op for queries and gates `[T, Q, 2, dim]`, keys `[T, K, dim]`, weights `[dim]`, angles `[T, rotary]`."""
 
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps: float):
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps):
         q, k, q_weight, k_weight, cos, sin = (x.contiguous() for x in (q, k, q_weight, k_weight, cos, sin))
         length, q_heads, _, dim = q.shape
         q_out, gate = (q.new_empty(length, q_heads, dim) for _ in range(2))
