@@ -27,7 +27,7 @@ def input_error(expected: object, got: object, fix: str = "", *, option: str = "
 
 def shapes(*tensors: Any) -> str:
     """Return the shapes of tensors in words, `none` for those that are `None`."""
-    return ", ".join("none" if x is None else str(tuple(x.shape)) for x in tensors)
+    return alternatives(["none" if x is None else str(tuple(x.shape)) for x in tensors], "and")
 
 
 def first_error(rules: Iterable[Rule]) -> ValueError | None:
@@ -91,10 +91,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError"
 
 
-def alternatives(words: Sequence[str]) -> str:
-    """Return words as in `A, B or C`."""
+def alternatives(words: Sequence[str], last_by: str = "or") -> str:
+    """Return words as in `A, B or C`, with `last_by` before the last one."""
     *others, last = words
-    return f"{', '.join(others)} or {last}" if others else last
+    return f"{', '.join(others)} {last_by} {last}" if others else last
 
 
 def count(number: int, what: str) -> str:

@@ -110,7 +110,7 @@ class KimiDeltaRuleTest(unittest.TestCase):
             ("value heads .*multiple", make_inputs(5, heads=3), {}),
             (r"g \(1, 5, 4, 8\).*got \(1, 5, 4\)", [*inputs[:3], inputs[3][..., 0], inputs[4]], {}),
             ("together with a_log", inputs, {"lower_bound": -5.0}),
-            (r"a_log \[4\] and dt_bias \[32\], got \(4,\) and None", inputs, {"a_log": a_log}),
+            (r"a_log \[4\] and dt_bias \[32\], got \(4,\) and none", inputs, {"a_log": a_log}),
             (r"got \(4, 1\) and", inputs, {"a_log": a_log[:, None], "dt_bias": dt_bias}),
             ("negative lower_bound, got 1", inputs, {"lower_bound": 1.0, **parameters}),
             (r"initial_state \(1, 4, 8, 6\)", inputs, {"initial_state": torch.zeros(2, 4, 8, 6)}),

@@ -43,7 +43,7 @@ class StreamsTest(InterpretedKernelsTest):
 class StreamsBadInputTest(
     bad_input_tests(
         [
-            ("gates", lambda: stream_gates(normal(2, 8), normal(2, 3), 4), "for S streams, got .*3.* and 4"),
+            ("gates", lambda: stream_gates(normal(2, 8), normal(2, 3), 4), "for S streams, got .*3.* for 4"),
             ("no streams", lambda: stream_gates(normal(2, 8), None, 0), "None and 0"),
             ("mix", lambda: mix_streams(normal(2, 4, 8), normal(2, 3, 8)), "the same shape"),
             ("row", lambda: add_to_streams(normal(2, 4, 8), normal(2, 7), normal(2, 4)), r"streams \[..., S, width\]"),

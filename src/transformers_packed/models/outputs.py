@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -76,10 +76,10 @@ class LanguageModelMixin(PackedModelMixin):
             return loss_without_logits(step)
         if step is None or not added(step.losses):
             return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
-        step.begin(added(step.losses))
         # The stock forward computes all of its losses, or none.
         labels = labels if any(loss.is_own for loss in step.losses) else None
-        outputs = super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+        stock = partial(super().forward, labels=labels, logits_to_keep=logits_to_keep)
+        outputs = step.run(added(step.losses), lambda: stock(**inputs))
         outputs.loss = sum_of([*([] if outputs.loss is None else [outputs.loss]), *step.terms()])
         return outputs
 
@@ -88,9 +88,7 @@ class LanguageModelMixin(PackedModelMixin):
         step = _loss_step(self, inputs.get("labels"), 0, inputs)
         if step is None or not added(step.losses):
             return score(**inputs)
-        step.begin(added(step.losses))
-        with torch.set_grad_enabled(torch.is_grad_enabled() and trains_trunk(step.losses)):
-            outputs = score(**inputs)
+        outputs = step.run(added(step.losses), lambda: score(**inputs))
         self.pending_loss = sum_of(step.terms())
         return outputs
 
@@ -321,9 +319,7 @@ def loss_without_logits(step: LossStep) -> CausalLMOutputWithoutLogits | MoeCaus
     The output computes its logits on first access.
     """
     model = step.model
-    step.begin(step.losses)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and trains_trunk(step.losses)):
-        step.outputs = outputs = model.model(**step.inputs)
+    outputs = step.run(step.losses, lambda: model.model(**step.inputs))
     fields = {name: outputs.get(name) for name in (CACHE, "hidden_states", "attentions")}
     kept = outputs.last_hidden_state[:, kept_tokens(step.logits_to_keep)]
     fields["make_logits"] = _logits_on_demand(model.lm_head, kept)

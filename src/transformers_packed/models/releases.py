@@ -43,15 +43,14 @@ MODELS = (
     "transformers.utils.generic:merge_with_config_defaults",  # models that read use_cache from the configuration
     "transformers.modeling_utils:PreTrainedModel._init_weights",  # new heads of multi-token prediction
 )
-# What a Trainer needs in addition.
-TRAINING = (
-    "transformers:Trainer._prepare_inputs",  # rows of several processes, and tried steps
-    "transformers:Trainer._get_dataloader",  # rows of several processes
-    "transformers:Trainer._get_num_items_in_batch",  # means over documents
-    "transformers:Trainer._get_train_sampler",  # samplers of the user
-    "transformers:Trainer._set_signature_columns_if_needed",  # columns that divide rows and trees
-    "transformers:Trainer._get_output_dir",  # checkpoints of the `train` command
-    "transformers:Trainer._save_checkpoint",
+# The methods of a Trainer that count the targets of a step, make a dataloader, move a batch to the device, and make the
+# sampler of its dataset.
+COUNT_ITEMS, MAKE_LOADER, PREPARE = "_get_num_items_in_batch", "_get_dataloader", "_prepare_inputs"
+MAKE_SAMPLER = "_get_train_sampler"
+# What a Trainer needs in addition, also for columns that divide rows and trees, and checkpoints of the `train` command.
+_OF_TRAINERS = ("_set_signature_columns_if_needed", "_get_output_dir", "_save_checkpoint")
+TRAINING = tuple(
+    f"transformers:Trainer.{name}" for name in (COUNT_ITEMS, MAKE_LOADER, PREPARE, MAKE_SAMPLER, *_OF_TRAINERS)
 )
 
 # The public parts of Transformers' modules that our methods use. Without them a model would fail in the middle of a forward.
@@ -123,10 +122,9 @@ def _unknown_arguments(original: FunctionType, method: FunctionType) -> list[str
 
 def _check(names: list[str], has: str, verb: str) -> None:
     if names:
-        raise ImportError(
-            f"transformers {transformers.__version__} {has} {', '.join(names)}, which transformers_packed {verb}. "
-            "Install a supported release: pip install 'transformers>=5.16.1,<6'."
-        )
+        fix = "Install a supported release: pip install 'transformers>=5.16.1,<6'."
+        what = f"{has} {', '.join(names)}, which transformers_packed {verb}"
+        raise ImportError(f"transformers {transformers.__version__} {what}. {fix}")
 
 
 # Private parts of Transformers
@@ -251,13 +249,7 @@ def initialize_module(model: "PreTrainedModel", module: torch.nn.Module) -> None
     model._init_weights(module)
 
 
-# The method of a Trainer that counts the targets of a step.
-COUNT_ITEMS = "_get_num_items_in_batch"
-# Those that make a dataloader and move a batch to the device.
-MAKE_LOADER, PREPARE = "_get_dataloader", "_prepare_inputs"
-# That which makes the sampler of its dataset.
-MAKE_SAMPLER = "_get_train_sampler"
-# The columns of samples that it does not remove, once it has read them from the model.
+# The columns of samples that a Trainer does not remove, once it has read them from the model.
 KEPT_COLUMNS = "_signature_columns"
 
 

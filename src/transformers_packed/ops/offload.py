@@ -112,10 +112,9 @@ class Copies:
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         failed = int(_cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
         if failed:
-            raise MemoryError(
-                f"offload: expected {size / 2**20:,.0f} MiB more of host memory that CUDA can pin, got error {failed}. "
-                "Use shorter rows, checkpoint fewer layers with every_n_layers, or leave offload out."
-            )
+            fix = "Use shorter rows, checkpoint fewer layers with every_n_layers, or leave offload out."
+            expected = f"{size / 2**20:,.0f} MiB more of host memory that CUDA can pin"
+            raise MemoryError(f"offload: expected {expected}, got error {failed}. {fix}")
         weakref.finalize(buffer, _unpin, buffer.data_ptr(), self.stream).atexit = False
         return buffer
 

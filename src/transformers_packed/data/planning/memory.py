@@ -135,16 +135,12 @@ class SequenceParallelPlan:
             first, *others = (_gib(m.total) + (" " if _fits(m, self.memory) else "*") for m in ways)
             tokens, columns = -(-self.max_length // size), f"{others[0]:>9} {others[1]:>17}"
             lines.append(f"{size:>3}  {self.gpus // size:>12,}  {tokens:>14,}  {first:>25} {columns}".rstrip())
-        lines.append(f"* more than {FILLED:.0%} of the memory")
-        lines.append("")
-        lines += [f"Smallest P {name}: {self._verdict(way)}" for way, name in enumerate(_WAYS)]
-        lines.append("")
+        verdicts = [f"Smallest P {name}: {self._verdict(way)}" for way, name in enumerate(_WAYS)]
+        lines += [f"* more than {FILLED:.0%} of the memory", "", *verdicts, ""]
         if self.size > 1:
             attention = way_of_attention(sizes_of(self.config).attention, self.size, self.methods["attention"])
-            lines.append(
-                f'Each GPU receives per row with P = {self.size}, gated_delta_rule="{self.methods["gated_delta_rule"]}" '
-                f'and attention="{attention}":'
-            )
+            methods = f'gated_delta_rule="{self.methods["gated_delta_rule"]}" and attention="{attention}"'
+            lines.append(f"Each GPU receives per row with P = {self.size}, {methods}:")
             found = exchanges(self.config, self.max_length, self.size, **self.methods)
             for exchange in found:
                 times = f"{exchange.layers} x {_mib(exchange.bytes)} MiB"

@@ -122,7 +122,7 @@ class LossStep:
         fields (`dict`):
             What the output of the model shows of the losses.
         outputs (`ModelOutput`):
-            The output of the trunk, where the logits are skipped.
+            What the trunk has returned: the output of the base model, or of the whole one if it computes logits.
     """
 
     model: Any
@@ -143,9 +143,12 @@ class LossStep:
         """Let the text model fill what losses read of it. They all read the same one."""
         return self.inputs.setdefault("trunk_row", TrunkRow())
 
-    def begin(self, losses: Iterable[Loss]) -> None:
-        """Prepare these losses before the trunk runs."""
+    def run(self, losses: Iterable[Loss], trunk: Callable[[], Any]) -> Any:
+        """Prepare these losses, and run the trunk, without gradients if no loss of the step gives it any."""
         self._begun = [(loss, finish) for loss in losses if (finish := loss.begin(self)) is not None]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and any(loss.trains_trunk for loss in self.losses)):
+            self.outputs = trunk()
+        return self.outputs
 
     def terms(self) -> list[torch.Tensor]:
         """The losses that were prepared, with their weights. Predictions are one term, and share their product."""
