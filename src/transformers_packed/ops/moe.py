@@ -58,7 +58,7 @@ def choose_experts(
     ```
     """
     if router_logits.ndim != 2 or not 0 < top_k <= router_logits.shape[-1]:
-        got = f"{shapes(router_logits)} and {top_k}"
+        got = f"{shapes(router_logits)}, {top_k}"
         raise input_error("router_logits [T, experts] and top_k of 1 to experts", got)
     return run("choose_experts", impl, ROUTERS, router_logits, top_k, normalize)
 
