@@ -101,7 +101,8 @@ def find_changes(model: torch.nn.Module, classes: dict[type, type], related: Cal
     for name, module in modules if affected else ():
         if is_fsdp(module):
             got = f"module {name} under FSDP ({type(module).__name__})"
-            raise input_error("a model without FSDP", got, "Convert the model before sharding it.")
+            fix = "Convert the model before sharding it, or load it inside `with registered():`."
+            raise input_error("a model without FSDP", got, fix)
     changes = []
     for name, module in affected:
         old = type(module)

@@ -88,8 +88,8 @@ class BesideScores:
         if value is None:
             return result
         if args.average_tokens_across_devices and num_items_in_batch is not None:
-            # DDP averages over the processes, and targets are those of all of them.
-            value = value * args.world_size
+            # Gradients are averaged over the processes, and targets are those of all of them, once per row.
+            value = value * (args.world_size // self.trainer.get_tp_size())
         if any(loss.is_own for loss in inner.losses):
             value = sum_of([result[0] if return_outputs else result, value])
         return (value, result[1]) if return_outputs else value

@@ -29,6 +29,7 @@ from ..models.families import LANGUAGE_MODELS, families_of, family_of, titles
 from ..models.family import INDEXER_UNDER_ZERO_3, PATCHED, Mixers, Own, Unpacked
 from ..models.registry import check_patch, inner_model, transformers_model
 from ..models.releases import MAKE_SAMPLER, has_images
+from ..models.shards import split_adapters, summed_per_backward
 from ..models.sizes import sizes_for_ops
 from ..models.verdict import (
     SEPARATE,
@@ -198,9 +199,28 @@ def of_devices(facts: Facts) -> Iterator[Rule]:
         got = f"ParallelismConfig({name}={size}), which cuts rows without their boundaries"
         here = f" Pass sequence_parallel_size={size} to configure_packing or PackedTrainingArguments instead."
         yield size > 1, "whole rows", got, f"Set {name}=1.{here * (not facts.padded)}"
+    yield from _of_shards(facts)
     indexed = any(family.has_indexer for family in families_of(trainer.model, Own))
     zero_3 = trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
     yield indexed and zero_3, *INDEXER_UNDER_ZERO_3
+
+
+def _of_shards(facts: Facts) -> Iterator[Rule]:
+    """Reasons that depend on how Transformers' `DistributedConfig` splits the model."""
+    trainer, model = facts.trainer, facts.model
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    if model is None or config is None:
+        return
+    stages = getattr(config, "pp_size", 1)
+    yield stages > 1, "whole models", f"pp_size={stages}, which gives a process some of the layers", "Set pp_size=1."
+    steps, tensors = trainer.args.gradient_accumulation_steps, trainer.get_tp_size()
+    norm = next(iter(summed_per_backward(model)), None) if tensors > 1 and steps > 1 else None
+    got = f"gradient_accumulation_steps={steps}, and Transformers sums the gradient of {norm} once per backward"
+    fix = "Set it to 1, with longer rows, or use fsdp_size instead of tp_size."
+    yield norm, f"one backward per step with tp_size={tensors}", got, fix
+    layer, mesh = next(iter(split_adapters(trainer.model)), (None, ""))
+    fix = "Leave the layer out of target_modules and target_parameters, or pass fsdp_size alone."
+    yield layer, "adapters on layers that fsdp_size alone shards", f"adapters on {layer}, which is split over {mesh}", fix
 
 
 def _of_model(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[Rule]:

@@ -83,8 +83,9 @@ def items_of(trainer: Trainer, batch: Any) -> tuple[Any, Any]:
 
 
 def largest_gradient(model: torch.nn.Module) -> torch.Tensor:
-    gradients = [_local(x.grad) for x in model.parameters() if x.grad is not None]
-    return get_total_norm(gradients, norm_type=math.inf)
+    gradients = (_local(x.grad) for x in model.parameters() if x.grad is not None)
+    # A process may have nothing of a small parameter that FSDP shards.
+    return get_total_norm([x for x in gradients if x.numel()], norm_type=math.inf)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

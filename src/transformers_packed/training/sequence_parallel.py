@@ -190,7 +190,7 @@ def against_sharing(facts: Facts) -> Iterator[Rule]:
     yield args.world_size != world, f"a Trainer of all {world} processes", alone, cpu
     own_loss, whole = "the model's own loss, which sums over parts of a row", "processes that read whole rows"
     average = "average_tokens_across_devices=True, because each process has a part of a row's targets"
-    tensors = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
+    tensors = trainer.get_tp_size()
     for is_so, expected, got in (
         (not args.average_tokens_across_devices, average, "average_tokens_across_devices=False"),
         (config.dispatch_batches, whole, "dispatch_batches=True"),

@@ -269,7 +269,8 @@ def _packed_dataset(facts: Facts) -> Any:
 
 def _readers(facts: Facts) -> int:
     """The number of processes, or groups of them, that read their own rows."""
-    return facts.trainer.args.world_size // facts.options.sequence_parallel_size
+    trainer = facts.trainer
+    return trainer.args.world_size // facts.options.sequence_parallel_size // trainer.get_tp_size()
 
 
 def _of_data(facts: Facts, dataset: Any, packed: bool) -> list[Change]:

@@ -175,6 +175,7 @@ class State:
         if value.is_leaf and value.requires_grad:
             gradient, value.grad = value.grad, None
             self._undo.append(partial(setattr, value, "grad", gradient))
+            self._hooks(value)
         plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
         if not plain or value.is_meta or value.is_inference() or id(value) in self._values_of_others:
             return ()
@@ -191,6 +192,19 @@ class State:
 
         self._undo.append(undo)
         return _named(vars(value), path)
+
+    def _hooks(self, value: torch.Tensor) -> None:
+        """The hooks of a gradient. What was noted of their owner would have it register them once more."""
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            before = dict(getattr(value, name) or ())
+
+            def undo(name: str = name, before: dict[int, Callable] = before) -> None:
+                hooks = getattr(value, name)
+                if hooks is not None and not _is_same(hooks, before):
+                    hooks.clear()
+                    hooks.update(before)
+
+            self._undo.append(undo)
 
     def _array(self, value: np.ndarray, path: str) -> Iterable[Found]:
         content = self._copy(value, value.nbytes, value.copy) if value.flags.writeable else None

@@ -190,7 +190,9 @@ class PackingMetricsCallback(TrainerCallback):
         by_step = lengths.double().split([step[1] for step in self._steps])
         counts = torch.from_numpy(np.stack(self._steps)).to(args.device)
         squares = torch.stack([x.square().sum() for x in by_step]).float().to(args.device)
-        counts, squares = (gather(x[None]).cpu() for x in (counts, squares))  # [ranks, steps, 5], [ranks, steps]
+        # [ranks, steps, 5], [ranks, steps]. The ranks of a tensor-parallel group compute the same rows.
+        copies = self.trainer.get_tp_size()
+        counts, squares = (gather(x[None]).cpu()[::copies] for x in (counts, squares))
         seconds = time.perf_counter() - self._since
         load = self._load.figures()
         self._clear()
@@ -217,7 +219,7 @@ class PackingMetricsCallback(TrainerCallback):
             figures["packing_fill"] = round(tokens / self._rows(batches) / self.row_tokens, 4)
         parallel = getattr(self.trainer, "sequence_parallel", None)
         sharing = 1 if parallel is None else parallel.size
-        if args.world_size > sharing:
+        if len(counts) > sharing:
             # Those that share a row compute equal parts of it.
             costs = rows_of(self._cost)[::sharing]
             figures["rank_imbalance"] = round(float((costs.amax(0) / costs.mean(0)).mean() - 1), 4)
