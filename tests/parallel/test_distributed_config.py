@@ -101,7 +101,13 @@ def train(source: str, folder: str, kind: str, rows: int, config: DistributedCon
         model = AutoModelForCausalLM.from_pretrained(source, **shards, **quantized(kind))
     if "LoRA" in kind:
         model = with_adapters(model, kind)
-    arguments = {**OPTIONS, "max_steps": 2, "learning_rate": 0.1, "use_cpu": config is None, "gradient_accumulation_steps": rows}
+    arguments = {
+        **OPTIONS,
+        "max_steps": 2,
+        "learning_rate": 0.1,
+        "use_cpu": config is None,
+        "gradient_accumulation_steps": rows,
+    }
     args = TrainingArguments(folder, per_device_train_batch_size=1, **arguments)
     trainer = Trainer(model, args, train_dataset=Dataset.from_list(Samples().rows))
     options |= {"mtp_loss_weight": 0.3} if kind == "MTP" else {}

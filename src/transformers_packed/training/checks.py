@@ -220,7 +220,12 @@ def _of_shards(facts: Facts) -> Iterator[Rule]:
     yield norm, f"one backward per step with tp_size={tensors}", got, fix
     layer, mesh = next(iter(split_adapters(trainer.model)), (None, ""))
     fix = "Leave the layer out of target_modules and target_parameters, or pass fsdp_size alone."
-    yield layer, "adapters on layers that fsdp_size alone shards", f"adapters on {layer}, which is split over {mesh}", fix
+    yield (
+        layer,
+        "adapters on layers that fsdp_size alone shards",
+        f"adapters on {layer}, which is split over {mesh}",
+        fix,
+    )
 
 
 def _of_model(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[Rule]:
