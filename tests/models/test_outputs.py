@@ -17,6 +17,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.utils._pytree import tree_map
 
 from transformers_packed import patch_model
+from transformers_packed.models.losses import CrossEntropyLoss, RouterLoss
 
 
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -41,6 +42,17 @@ class WritesData:
     def step(self):
         for parameter in self.parameters:
             parameter.data.add_(0.1)
+
+
+class ListTest(unittest.TestCase):
+    @parameterized.expand([((),), ((CrossEntropyLoss(0.5), RouterLoss()),), ((CrossEntropyLoss(),),)])
+    def test_a_list_that_forwards_with_logits_would_not_train(self, losses):
+        model = patch_model(builtin_model())
+        model.losses = losses
+        ids = torch.arange(1, 13)[None]
+        for skips in (True, False):
+            with self.assertRaisesRegex(ValueError, "model.losses with all of OWN and weight 1"):
+                model(input_ids=ids, labels=ids, skip_logits=skips)
 
 
 class KeptLogitsTest(unittest.TestCase):

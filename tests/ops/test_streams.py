@@ -44,7 +44,7 @@ class StreamsBadInputTest(
     bad_input_tests(
         [
             ("gates", lambda: stream_gates(normal(2, 8), normal(2, 3), 4), "for S streams, got .*3.* for 4"),
-            ("no streams", lambda: stream_gates(normal(2, 8), None, 0), "None and 0"),
+            ("no streams", lambda: stream_gates(normal(2, 8), None, 0), "none for 0"),
             ("mix", lambda: mix_streams(normal(2, 4, 8), normal(2, 3, 8)), "the same shape"),
             ("row", lambda: add_to_streams(normal(2, 4, 8), normal(2, 7), normal(2, 4)), r"streams \[..., S, width\]"),
             ("factors", lambda: add_to_streams(normal(2, 4, 8), normal(2, 8), normal(2, 3)), "got .*3"),

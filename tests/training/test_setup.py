@@ -1,5 +1,6 @@
 """What a user replaces in a Trainer: auto mode leaves it alone, or it works as on padded batches."""
 
+import copy
 import tempfile
 from functools import wraps
 from pathlib import Path
@@ -15,7 +16,14 @@ from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import CONFIGS, Samples, collate_padded, run_in_two_processes
 from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
-from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingDataset, configure_packing, pack_dataset
+from transformers_packed import (
+    PackedTrainer,
+    PackedTrainingArguments,
+    PackingDataset,
+    PackingMetricsCallback,
+    configure_packing,
+    pack_dataset,
+)
 from transformers_packed.data.documents import PaddedSamples
 from transformers_packed.models.registry import has_our_classes
 from transformers_packed.training import setup
@@ -65,7 +73,7 @@ class SetupTestCase(ConfigureTestCase):
 class OverriddenTest(SetupTestCase):
     def test_what_rows_depend_on(self):
         for name in DEPENDENT:
-            self.assertEqual(Facts.of(self.own(name, "class"), Options()).own, [name])
+            self.assertEqual(Facts.of(self.own(name, "class"), Options()).custom, [name])
 
     @parameterized.expand([("training_step", "class"), ("compute_loss", "instance"), ("evaluate", "wrapped")])
     def test_auto_leaves_it_alone(self, name, how):
@@ -129,6 +137,22 @@ class UndoTest(SetupTestCase):
         self.assertNotEqual(self.state(trainer), before)
         undo(trainer, decided)
         self.assertEqual(self.state(trainer), before)
+
+    def test_a_callback_that_the_set_up_replaced(self):
+        trainer = self.trainer()
+        trainer.add_callback(PackingMetricsCallback(trainer))
+        before = self.state(trainer)
+        said(configure_packing, trainer, "padding_free", verify=False)
+        said(configure_packing, trainer, False)
+        self.assertEqual(self.state(trainer)["callbacks"], before["callbacks"])
+
+    def test_models_of_an_earlier_set_up(self):
+        trainer = self.trainer()
+        trainer.teacher_model = copy.deepcopy(trainer.model)
+        said(configure_packing, trainer, "batches", verify=False)
+        self.assertTrue(has_our_classes(trainer.teacher_model))
+        said(configure_packing, trainer, "padding_free", verify=False)
+        self.assertFalse(has_our_classes(trainer.teacher_model))
 
     def test_an_error_in_the_model_leaves_the_trainer(self):
         trainer = self.trainer()

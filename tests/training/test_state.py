@@ -183,6 +183,26 @@ class StateTest(unittest.TestCase):
                 second = file.readline()
             self.assertEqual((file.readline(), state.left), (second, []))
 
+    def test_a_file_that_is_closed_meanwhile(self):
+        """A dataset that went on to its next file keeps its place there. Everything else goes back."""
+        held = SimpleNamespace(calls=0, shards=SimpleNamespace(at=0, file=open(__file__)))
+        with same_state(held) as state:
+            held.calls, held.shards.at = 1, 1
+            held.shards.file.close()
+            held.shards.file = open(__file__)
+        with held.shards.file:
+            self.assertEqual((held.calls, held.shards.at, held.shards.file.closed), (0, 1, False))
+        self.assertEqual(state.left, ["shards (a file that was closed)"])
+
+    def test_hooks_of_a_gradient(self):
+        weight, calls = torch.nn.Parameter(torch.ones(2)), []
+        weight.register_post_accumulate_grad_hook(lambda _: calls.append("earlier"))
+        with same_state(SimpleNamespace(weight=weight)):
+            weight.register_post_accumulate_grad_hook(lambda _: calls.append("meanwhile"))
+            weight.register_hook(lambda _: calls.append("meanwhile"))
+        weight.sum().backward()
+        self.assertEqual(calls, ["earlier"])
+
     def test_values_of_models_are_not_copied(self):
         """They do not change in a step, and another copy may not fit. Their gradients do."""
         model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())

@@ -381,6 +381,7 @@ class FiguresTest(TrainerTestCase):
         trainer = self.build()
         callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, metrics.PackingMetricsCallback))
         callback.trainer = mock.Mock(model=trainer.model, model_wrapped=trainer.model, sequence_parallel=None)
+        callback.trainer.get_tp_size.return_value = 1
         args = mock.Mock(world_size=2, device=torch.device("cpu"), per_device_train_batch_size=2)
         cost = PackingCost.from_config(trainer.model.config, quadratic_weight=1)
 

@@ -174,7 +174,13 @@ def _loss_step(
     items = {name: inputs.pop(name, None) for name in ITEMS}
     if labels is None:
         return None
-    step = LossStep(model, model.losses if model.training else OWN, labels, logits_to_keep, inputs, items)
+    losses = model.losses if model.training else OWN
+    own = [(type(loss), loss.weight) for loss in losses if loss.is_own]
+    if not losses or own and own != [(type(loss), 1.0) for loss in OWN]:
+        # The stock forward, for logits, and TRL's compute all of them.
+        names = ", ".join(f"{loss.title} ({loss.weight})" for loss in losses) or "none"
+        raise input_error("model.losses with all of OWN and weight 1, or with other losses alone", names)
+    step = LossStep(model, losses, labels, logits_to_keep, inputs, items)
     others = added(step.losses)
     if others and (not step.keeps_all or torch.compiler.is_compiling() or is_transformed()):
         got = "torch.compile or torch.func" if step.keeps_all else "logits_to_keep"

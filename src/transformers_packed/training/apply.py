@@ -120,10 +120,10 @@ def apply(trainer: Trainer, setup: Setup, undone: Applied | None = None) -> list
     # The arguments always say which mode is active.
     if models or any(change.target is not trainer.args for change in setup.changes):
         trainer.callback_handler.callbacks.append(Applied(setup, stock, _changes_of(models, before)))
-    if models or undone is None:
+    if undone is None:
         return []
     with without_autocast(trainer, undone.setup.models[:-1]):
-        return _unpatch(undone.stock)
+        return _unpatch(model for model in undone.stock if not any(model is x for x in models))
 
 
 def undo(trainer: Trainer, setup: Setup) -> None:
@@ -159,8 +159,10 @@ def undo_last(trainer: Trainer) -> list[str]:
 def _undo_changes(changes: Iterable[Change]) -> None:
     for target, name, value, before in reversed(list(changes)):
         if name == "callbacks":
-            # The user may have added some since.
-            before = [x for x in getattr(target, name) if x in before or x not in value]
+            # The user may have added some since, or removed some.
+            now = getattr(target, name)
+            kept = [x for x in before if x in now or x not in value]
+            before = kept + [x for x in now if x not in before and x not in value]
         elif getattr(target, name, Change) is not value:
             # The user has replaced it since.
             continue

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ..audit.isolation import UnseenError
 from ..errors import described, input_error
@@ -247,6 +248,9 @@ def _beyond_rounding(
     except (DifferenceError, UnseenError):
         differs = True
     except Exception as error:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            # Other processes wait for the next result of this one.
+            raise
         return f"{exact.name} would show whether this is rounding, but it stopped: {described(error)}."
     if differs:
         return f"This is more than rounding: {exact.name} differs too."

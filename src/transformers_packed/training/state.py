@@ -30,6 +30,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from ..errors import described
+
 
 # Values without parts that can change.
 _ATOMS = frozenset((int, float, complex, str, bytes, bool, type(None), range, slice, torch.dtype, torch.device))
@@ -93,7 +95,11 @@ class State:
 
     def put_back(self) -> None:
         for undo in reversed(self._undo):
-            undo()
+            try:
+                undo()
+            except Exception as error:
+                # What follows goes back all the same.
+                self.left.append(described(error))
 
     def _note_one(self, value: Any, path: str) -> Iterable[Found]:
         """Note a value, and return its parts."""
@@ -135,7 +141,7 @@ class State:
         if slots:
             change = partial(object.__setattr__, value), partial(object.__delattr__, value)
             before = self._note_names(
-                lambda: {name: getattr(value, name) for name in slots if hasattr(value, name)}, *change
+                path, lambda: {name: getattr(value, name) for name in slots if hasattr(value, name)}, *change
             )
             yield from _named(before, path)
         yield from ((base, path) for base in type(value).__mro__)
@@ -146,13 +152,21 @@ class State:
         """The variables of a namespace with these names."""
         # A generic alias has the namespace of its class, which nobody can change.
         change = partial(operator.setitem, values), partial(operator.delitem, values)
-        return _named(self._note_names(lambda: {name: x for name, x in values.items() if chosen(name)}, *change), path)
+        before = self._note_names(path, lambda: {name: x for name, x in values.items() if chosen(name)}, *change)
+        return _named(before, path)
 
-    def _note_names(self, read: Callable[[], dict[str, Any]], put: Callable, delete: Callable) -> dict[str, Any]:
+    def _note_names(
+        self, path: str, read: Callable[[], dict[str, Any]], put: Callable, delete: Callable
+    ) -> dict[str, Any]:
         """Note the names that `read` returns, with their values, and return them."""
         before = read()
+        files = [x for x in before.values() if isinstance(x, io.IOBase) and not x.closed]
 
         def undo() -> None:
+            if any(file.closed for file in files):
+                # The file that is open now belongs to the other values of now.
+                self.left.append(f"{path} (a file that was closed)")
+                return
             now = read()
             for name in now.keys() - before.keys():
                 delete(name)
@@ -222,7 +236,8 @@ class State:
     def _file(self, value: io.IOBase, path: str) -> Iterable[Found]:
         if not value.closed and value.readable():
             try:
-                self._undo.append(partial(value.seek, value.tell()))
+                at = value.tell()
+                self._undo.append(lambda: value.closed or value.seek(at))
             except OSError:
                 self.left.append(f"{path} ({type(value).__name__})")
         return ()
@@ -261,7 +276,9 @@ class State:
         if not _is_of_user(value.__module__):
             return
         change = partial(setattr, value), partial(delattr, value)
-        self._note_names(lambda: {name: x for name, x in vars(value).items() if not name.startswith("__")}, *change)
+        self._note_names(
+            path, lambda: {name: x for name, x in vars(value).items() if not name.startswith("__")}, *change
+        )
         for name, x in vars(value).items():
             yield getattr(x, "__func__", getattr(x, "fget", x)), f"{path}.{name}"
 

@@ -30,8 +30,6 @@ class TrainerRecord:
             `max_length` say, and keeps the columns that this needs.
         scores_tokens (`bool`):
             Whether its loss is computed from the scores that TRL's forward returns, and not by the model.
-        beside (`tuple[str, ...]`):
-            The attributes with models that compute its padded batches beside the one that trains.
         batch (`Callable`, *optional*):
             Makes the batch of the check before the first step from the Trainer and its model. By default the check takes
             samples of its data loader.
@@ -43,13 +41,12 @@ class TrainerRecord:
     pads: bool = False
     prepares: bool = False
     scores_tokens: bool = False
-    beside: tuple[str, ...] = ("ref_model", "teacher_model")
     batch: Callable[[Trainer, torch.nn.Module], Any] | None = None
     measure: Callable[[Trainer, torch.nn.Module, Any], Measured] = own_step
 
     def models(self, trainer: Trainer) -> tuple[torch.nn.Module, ...]:
         """The models that compute padded batches. The one that trains is the last one."""
-        found = (getattr(trainer, name, None) for name in self.beside)
+        found = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))
         return (*(model for model in found if isinstance(model, torch.nn.Module)), trainer.model)
 
 

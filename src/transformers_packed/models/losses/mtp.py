@@ -43,7 +43,7 @@ class MtpLoss(Loss):
     @classmethod
     def of_options(cls, options: Any) -> "MtpLoss | None":
         weight, alone = options.mtp_loss_weight, options.mtp_only
-        return cls(1.0 if alone else weight, alone) if weight or alone else None
+        return cls(weight or 1.0, alone) if weight or alone else None
 
     @staticmethod
     def targets_of(batch: Mapping[str, Any]) -> torch.Tensor | None:

@@ -19,6 +19,7 @@ Weights, gradients, random states, and what the Trainer, its modules and its dat
 """
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -102,7 +103,7 @@ class VerifyCallback(TrainerCallback):
         trainer.callback_handler.callbacks[:] = [*callbacks[:at], cls(trainer, setup), *callbacks[at:]]
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        trainer, key = self.trainer, (id(self.trainer.model), id(self.trainer.train_dataset))
+        trainer, key = self.trainer, (weakref.ref(self.trainer.model), id(self.trainer.train_dataset))
         if self._verified == key or state.global_step >= state.max_steps:
             return
         if _reason(trainer) is None and FirstBatch.put_in(trainer, train_dataloader, partial(self._check, key)):
