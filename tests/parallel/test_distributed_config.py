@@ -153,6 +153,9 @@ class DistributedConfigTest(unittest.TestCase):
         rows = {plan: ROWS[plan] // self.readers(plan) for plan in plans}
         for processes in sorted({size(PLANS[plan][0]) for plan in plans}):
             chosen = [plan for plan in plans if size(PLANS[plan][0]) == processes]
+            if processes > 2:
+                # Transformers refuses these after it has formed groups, which disturb what comes next.
+                chosen = [plan for plan in chosen if reason(plan, kind) != NO_EXPERTS]
             for found in run_processes(on_ranks, processes, kind, chosen, source, str(folder), rows):
                 for plan, result in found.items():
                     with self.subTest(kind=kind, plan=plan):
