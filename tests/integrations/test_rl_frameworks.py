@@ -1,7 +1,7 @@
 """Micro-batches as RL frameworks hand them to a model without padding: `import transformers_packed.auto` keeps them apart.
 
-The frameworks need GPUs to be imported. `verl` and `OpenRLHF` make the calls of verl 0.9.1 (`use_remove_padding`) and
-OpenRLHF 0.11 (`packing_samples`), with the same arguments.
+The frameworks themselves are not run. `verl` and `openrlhf` call a model with the arguments that the sources of verl
+(`use_remove_padding`, January 2026) and OpenRLHF (`packing_samples`, August 2026) pass.
 """
 
 import importlib

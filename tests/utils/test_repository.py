@@ -40,4 +40,4 @@ class RepositoryTest(unittest.TestCase):
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
         contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
         self.assertIn("installation, and the test suite fifteen.", readme)
-        self.assertRegex(contributing, r"make test .*fifteen minutes on 2 cores")
+        self.assertRegex(contributing, r"make test .*ten minutes on 2 cores")
