@@ -30,7 +30,8 @@ def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     the other documents, which changes the last bits and sometimes the routing.
     """
     inner = inner_model(model)
-    with as_before(model), _same_attributes(model), frozen(model), quiet(model):
+    # Some models switch kernels when their mode changes, which their attributes tell.
+    with _same_attributes(model), as_before(model), frozen(model), quiet(model):
         for module in model.modules():
             # Batch norms would mix documents.
             module.training = not isinstance(module, _NormBase)
