@@ -143,8 +143,10 @@ class UndoTest(SetupTestCase):
         trainer.add_callback(PackingMetricsCallback(trainer))
         before = self.state(trainer)
         said(configure_packing, trainer, "padding_free", verify=False)
+        later = transformers.TrainerCallback()
+        trainer.add_callback(later)
         said(configure_packing, trainer, False)
-        self.assertEqual(self.state(trainer)["callbacks"], before["callbacks"])
+        self.assertEqual(self.state(trainer)["callbacks"], [*before["callbacks"], id(later)])
 
     def test_models_of_an_earlier_set_up(self):
         trainer = self.trainer()
