@@ -14,7 +14,7 @@ from pathlib import Path
 from upstream import prove, together
 from upstream.patch import NAMES
 from upstream.source import Source
-from upstream.write import Result, make, table, write
+from upstream.write import Result, make, table, write, write_proof
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +32,8 @@ def prove_all(source: Source, results: list[Result], output: Path) -> list[str]:
         found += [f"{result.name}: {problem}" for problem in failures]
         if not failures:
             print(f"{result.name}: {fixed} tests fail without it, all {len(after.tests)} pass with it")
-            write(source, result, output, (before[result.name], after))
+            write_proof(source, result, before[result.name], after, output)
+            write(source, result, output)
     return found
 
 

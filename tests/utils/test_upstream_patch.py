@@ -1,5 +1,7 @@
 import contextlib
 import io
+import json
+import shutil
 import sys
 import tempfile
 import textwrap
@@ -16,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "utils"))
 import upstream_patch  # noqa: E402
 from upstream import edits, prove, source, write  # noqa: E402
-from upstream.patch import NAMES  # noqa: E402
+from upstream.patch import NAMES, Patch  # noqa: E402
 
 
 CODE = """
@@ -109,6 +111,12 @@ class InstalledTest(unittest.TestCase):
         self.assertEqual(page[page.index("| patch |") :], table, "run `make upstream-patches`")
 
 
+BROKEN = Patch(
+    title="Title", summary="Summary.", problem="Problem.", change="Change.", families="all", issues=("#1",),
+    reproduction="print(1)", beside="tests", apply=lambda tree: tree.edit("file.py", lambda m: edits.find(m, "f")),
+)  # fmt: skip
+
+
 class CommandTest(unittest.TestCase):
     """The command on a fake copy of Transformers that contains only `file.py`."""
 
@@ -123,6 +131,18 @@ class CommandTest(unittest.TestCase):
             code = upstream_patch.main(["--transformers", str(self.folder), "--output", str(self.output), *arguments])
         return code, printed.getvalue(), errors.getvalue()
 
+    def patched(self, **patches):
+        """Replace the command's patches by these, by name."""
+        for module in (write, upstream_patch):
+            for name, value in (("load", patches.__getitem__), ("NAMES", tuple(patches))):
+                if hasattr(module, name):
+                    self.enterContext(mock.patch.object(module, name, value))
+        patch = mock.patch.object(write, "file_of_tests", lambda name: self.folder / f"test_{name}.py")
+        patch.start()
+        self.addCleanup(patch.stop)
+        for name in patches:
+            (self.folder / f"test_{name}.py").write_text("")
+
     def test_targets_that_changed(self):
         code, printed, errors = self.main()
         self.assertEqual(code, 1)
@@ -130,6 +150,34 @@ class CommandTest(unittest.TestCase):
         for name in NAMES:
             self.assertIn(f"error: {name}: target changed in 9.8.7: ", errors)
         self.assertFalse(self.output.exists())
+
+    def test_one_failure_leaves_the_others(self):
+        def change(tree):
+            tree.edit("file.py", lambda module: cst.parse_module("x = 2\n"))
+
+        def fixed(tree):
+            raise edits.AlreadyFixed("there is nothing to do")
+
+        self.patched(
+            good=Patch(**{**vars(BROKEN), "apply": change}),
+            broken=BROKEN,
+            fixed=Patch(**{**vars(BROKEN), "apply": fixed}),
+        )
+        stale = self.output / "broken"
+        stale.mkdir(parents=True)
+        (stale / "broken.patch").write_text("of an earlier release")
+        code, printed, errors = self.main()
+        self.assertEqual(code, 1)
+        self.assertEqual(printed, "good: 2 changed lines\n")
+        self.assertIn("error: broken: target changed in 9.8.7: file.py: expected one `f`, found 0\n", errors)
+        self.assertIn("error: fixed: fixed in 9.8.7: there is nothing to do\n", errors)
+        self.assertEqual([path.name for path in self.output.iterdir()], ["good"])
+        self.assertEqual(
+            {p.name for p in (self.output / "good").iterdir()}, {"good.patch", "test_good.py", "README.md"}
+        )
+        self.assertIn("+x = 2", (self.output / "good" / "good.patch").read_text())
+        self.assertEqual(self.main("good")[0], 0)
+        self.assertEqual(self.main("broken")[0], 1)
 
     def test_page_is_about_the_installed_release(self):
         with mock.patch.object(upstream_patch, "PAGE", self.folder / "page.md"):
@@ -201,3 +249,17 @@ class ProofTest(unittest.TestCase):
             },
         )
         self.assertEqual(run.reproduction, "1\nZeroDivisionError: division by zero")
+
+    @pytest.mark.slow
+    def test_all(self):
+        """Run the command of `make test-upstream`."""
+        with tempfile.TemporaryDirectory() as folder:
+            # The command keeps the introduction of the page.
+            page = Path(shutil.copy(upstream_patch.PAGE, folder))
+            self.enterContext(mock.patch.object(upstream_patch, "PAGE", page))
+            self.assertEqual(upstream_patch.main(["--prove", "--together", "--output", folder]), 0)
+            for name in NAMES:
+                self.assertIn("all", Path(folder, name, "README.md").read_text())
+                self.assertEqual(
+                    set(json.loads(Path(folder, name, "proof.json").read_text())), {"of", "before", "after"}
+                )

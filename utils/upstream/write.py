@@ -1,8 +1,10 @@
 """The written output: a diff, a test and a text for each patch, and the table of all patches."""
 
+import hashlib
+import json
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .edits import AlreadyFixed, TargetChanged
@@ -56,8 +58,8 @@ def make(source: Source, name: str) -> Result:
     return result
 
 
-def write(source: Source, result: Result, output: Path, proof: tuple[Run, Run] | None = None) -> None:
-    """Write the folder of a patch, with the runs of its tests if there are any, or remove it if the patch has no diff."""
+def write(source: Source, result: Result, output: Path) -> None:
+    """Write the folder of a patch, or remove it if the patch has no diff."""
     folder = output / result.name
     if result.texts is None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -65,7 +67,27 @@ def write(source: Source, result: Result, output: Path, proof: tuple[Run, Run] |
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{result.name}.patch").write_text(result.diff, encoding="utf-8")
     shutil.copyfile(file_of_tests(result.name), folder / file_of_tests(result.name).name)
-    (folder / "README.md").write_text(text(source, result, proof), encoding="utf-8")
+    (folder / "README.md").write_text(text(source, result, read_proof(source, result, output)), encoding="utf-8")
+
+
+def _fingerprint(source: Source, result: Result) -> str:
+    parts = (source.version, result.diff, file_of_tests(result.name).read_text(encoding="utf-8"))
+    return hashlib.sha256("\0".join((*parts, load(result.name).reproduction)).encode()).hexdigest()
+
+
+def write_proof(source: Source, result: Result, before: Run, after: Run, output: Path) -> None:
+    """Save a proof beside the patch. The text of the patch reports it."""
+    proof = {"of": _fingerprint(source, result), "before": asdict(before), "after": asdict(after)}
+    (output / result.name / "proof.json").write_text(json.dumps(proof, indent=1) + "\n", encoding="utf-8")
+
+
+def read_proof(source: Source, result: Result, output: Path) -> tuple[Run, Run] | None:
+    """Load the proof of exactly this patch, if one exists."""
+    path = output / result.name / "proof.json"
+    proof = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if proof.get("of") != _fingerprint(source, result):
+        return None
+    return Run(**proof["before"]), Run(**proof["after"])
 
 
 def text(source: Source, result: Result, proof: tuple[Run, Run] | None) -> str:

@@ -47,6 +47,7 @@ _WINDOWS = {name: size for size, names in _WINDOW_SIZES.items() for name in name
 _PATTERNS = ("layer_types", "mlp_layer_types", "layers_block_type")
 _FULL_AND_SLIDING = ["full_attention", "sliding_attention"] * 2
 _ROPE = dict.fromkeys(_FULL_AND_SLIDING, {"rope_type": "default", "rope_theta": 1e4})
+_LINEAR_AND_HYBRID = ["linear_attention", "hybrid"] * 2
 # Additional settings by model type, to be valid, to be small, or to include all kinds of layers.
 _OVERRIDES: dict[str, dict] = {
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -77,7 +78,9 @@ _OVERRIDES: dict[str, dict] = {
         "swa_v_head_dim": 16,
     },
     "falcon_h1": {"mamba_d_ssm": 128},
-    "gemma3n_text": {"num_kv_shared_layers": 2},
+    "gemma3n_text": {"layer_types": _FULL_AND_SLIDING[::-1], "num_kv_shared_layers": 2},
+    "gemma4_text": {"layer_types": _FULL_AND_SLIDING[::-1]},
+    "gemma4_unified_text": {"layer_types": _FULL_AND_SLIDING[::-1]},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "inkling2_loop_text": {
@@ -91,7 +94,7 @@ _OVERRIDES: dict[str, dict] = {
     "laguna": {"layer_types": _FULL_AND_SLIDING},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "longcat_flash": {"num_layers": 2, "head_dim": 8},
+    "longcat_flash": {"num_layers": 2, "head_dim": 8, "ffn_hidden_size": 96},
     "mamba2": {"num_heads": 8},
     "mellum": {"layer_types": _FULL_AND_SLIDING},
     "minimax_m3_vl_text": {
@@ -105,7 +108,8 @@ _OVERRIDES: dict[str, dict] = {
     "qwen4_exp_text": {"ple_layer_ids": [1], "ngram_vocab_size_base": 512},
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "num_buckets": 8},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 5, "layers_block_type": [*["linear_attention", "hybrid"] * 2, "linear_attention"]},
+    "zamba": {"num_hidden_layers": 5, "layers_block_type": [*_LINEAR_AND_HYBRID, "linear_attention"]},
+    "zamba2": {"layers_block_type": _LINEAR_AND_HYBRID, "n_mamba_heads": 8},
     "zaya": {"num_experts_per_tok": 1},
 }
 
