@@ -66,7 +66,7 @@ def load_beside(model: Any, source: Any, adapter: str, options: Mapping[str, Any
     if file is None:
         return
     if getattr(model, "mtp", None) is None:
-        fix = f"Call transformers_packed.add_mtp(model, {str(Path(file).parent)!r}) to load it, as before a merge."
+        fix = f"Call transformers_packed.add_mtp(model, {str(Path(file).parent)!r}) to load it, for example before a merge."
         logger.warning(f"{file} holds a trained head of multi-token prediction, which this model does not have. {fix}")
         return
     tensors = {name.removeprefix(PREFIX): x for name, x in load_file(file).items()}

@@ -219,13 +219,9 @@ def _of_shards(facts: Facts) -> Iterator[Rule]:
     fix = "Set it to 1, with longer rows, or use fsdp_size instead of tp_size."
     yield norm, f"one backward per step with tp_size={tensors}", got, fix
     layer, mesh = next(iter(split_adapters(trainer.model)), (None, ""))
+    got = f"adapters on {layer}, which is split over {mesh}"
     fix = "Leave the layer out of target_modules and target_parameters, or pass fsdp_size alone."
-    yield (
-        layer,
-        "adapters on layers that fsdp_size alone shards",
-        f"adapters on {layer}, which is split over {mesh}",
-        fix,
-    )
+    yield layer, "adapters on layers that fsdp_size alone shards", got, fix
 
 
 def _of_model(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[Rule]:
@@ -237,6 +233,8 @@ def _of_model(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator
     smoothing = f"label_smoothing_factor with {name}, whose labels Trainer does not shift"
     smooths = trainer.args.label_smoothing_factor and unshifted
     yield smooths, "labels shifted by one token", smoothing, "Set label_smoothing_factor=0."
+    classifies = f"sequence classification ({name}), which needs one label per sample instead of one per token"
+    yield name.endswith("ForSequenceClassification"), _MODEL, classifies, _PADDED
     other = not predicts or getattr(model.config, "is_encoder_decoder", False)
     yield other, _MODEL, f"{name}, which is not a causal language model", _PADDED
     # `check_patch` raises its own errors for unsupported models.
