@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from accelerate import DistributedType, PartialState
 
 
 # Longer than any test takes on a busy machine, and less than a minute.
@@ -207,6 +208,12 @@ def _run_as_main(path: str, arguments: tuple, folder: str, environment: dict, wr
     for name in [x.stem for x in Path(path).parent.glob("*.py")]:
         sys.modules.pop(name, None)
     runpy.run_path(path, run_name="__main__")
+
+
+def pretend_gpus() -> None:
+    """Let accelerate take the group's processes on a CPU for processes with GPUs, on which alone it shards."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
 
 
 def _begin() -> None:

@@ -4,15 +4,13 @@
 """
 
 import copy
-import os
 import tempfile
 import unittest
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate import DistributedType, PartialState
-from common.processes import run_processes
+from common.processes import pretend_gpus, run_processes
 from datasets import Dataset
 from mixins.model import total_relative_error
 from mixins.patch import CONFIGS, builtin_model
@@ -120,9 +118,7 @@ def train(source: str, folder: str, kind: str, rows: int, config: DistributedCon
 
 def on_ranks(kind: str, plan: str, source: str, folder: str, rows: int) -> dict | str:
     """What a plan logs, or the error that stops it."""
-    # accelerate takes parallelism on GPUs only, so pretend that these processes have GPUs.
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    pretend_gpus()
     config, options = PLANS[plan]
     try:
         return train(source, f"{folder}/{plan}", kind, rows, DistributedConfig(**config), **options)

@@ -8,7 +8,7 @@ import os
 import sys
 
 import torch
-from accelerate import DistributedType, PartialState
+from common.processes import pretend_gpus
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded, end_process, updates_and_log
@@ -93,8 +93,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     options = {}
     if os.environ.get("ACCELERATE_USE_FSDP"):
-        # accelerate shards on GPUs only, so pretend that these processes have GPUs.
-        PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+        pretend_gpus()
         options["use_cpu"] = False
     trainer = configure(build(kind, tuning, directory=f"{output}.trainer", **options), arm, mode)
     updates, log = updates_and_log(trainer)

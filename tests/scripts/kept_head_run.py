@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import DistributedType, PartialState
+from common.processes import pretend_gpus
 from scripts.trainer_arms import Samples, end_process
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -19,8 +19,7 @@ from transformers_packed import DataCollatorWithFlattening, patch_model, registe
 if __name__ == "__main__":
     source, output, patched, steps, full = sys.argv[1], Path(sys.argv[2]), *(int(x) for x in sys.argv[3:])
     torch.set_num_threads(1)
-    # accelerate shards on GPUs only, so pretend that these processes have GPUs.
-    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    pretend_gpus()
     if not patched:
         register()
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)

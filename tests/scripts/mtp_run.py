@@ -8,7 +8,7 @@ import os
 import sys
 
 import torch
-from accelerate import DistributedType, PartialState
+from common.processes import pretend_gpus
 from scripts.trainer_arms import OPTIONS, TINY, Samples, end_process, updates_and_log
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 
@@ -39,8 +39,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     options = {}
     if os.environ.get("ACCELERATE_USE_FSDP"):
-        # accelerate shards on GPUs only, so pretend that these processes have GPUs.
-        PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+        pretend_gpus()
         options["use_cpu"] = False
     trainer = build(f"{output}.trainer", kind, **options)
     updates, log = updates_and_log(trainer)

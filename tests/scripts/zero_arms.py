@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 
 import torch
-from accelerate import DistributedType, PartialState
+from common.processes import pretend_gpus
 from common.records import make_tokenizer
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -48,8 +48,7 @@ if __name__ == "__main__":
     if stage:
         # DeepSpeed would compile this op for minutes.
         import_module("deepspeed").ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # accelerate runs DeepSpeed on GPUs only, so pretend that these processes have GPUs.
-        PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+        pretend_gpus()
         # Also small parameters are gathered for each use.
         zero = {"stage": stage, "overlap_comm": False, "stage3_param_persistence_threshold": 0}
         config = {"zero_optimization": {**zero, "stage3_gather_16bit_weights_on_model_save": True}}

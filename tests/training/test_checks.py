@@ -167,7 +167,7 @@ class ReasonsTest(ConfigureTestCase):
     def test_sequence_classification(self):
         config = CONFIGS["qwen3_5"]()
         model = transformers.AutoModelForSequenceClassification.from_config(config)
-        self.check(self.trainer(model), r"got Qwen3_5\w*ForSequenceClassification, which is not a causal")
+        self.check(self.trainer(model), r"sequence classification \(Qwen3_5\w*ForSequenceClassification\)")
         rows = [{"input_ids": row["input_ids"], "labels": 1} for row in Samples(6).rows]
         self.check(self.trainer(dataset=rows), r"one label each \(sequence classification\)")
 
