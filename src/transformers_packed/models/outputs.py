@@ -24,7 +24,7 @@ from ..ops.autograd import is_transformed
 from ..ops.cross_entropy import shift_labels
 from ..parallel.shard import RowShard
 from .inputs import kept_tokens, mask_targets_across_documents
-from .losses import ITEMS, OWN, added, trains_trunk
+from .losses import ITEMS, OWN, added, check_list, trains_trunk
 from .losses.head import is_plain, sum_of
 from .losses.loss import Loss, LossStep
 from .packed_model import PackedModelMixin, Switch
@@ -175,11 +175,7 @@ def _loss_step(
     if labels is None:
         return None
     losses = model.losses if model.training else OWN
-    own = [(type(loss), loss.weight) for loss in losses if loss.is_own]
-    if not losses or own and own != [(type(loss), 1.0) for loss in OWN]:
-        # The stock forward, for logits, and TRL's compute all of them.
-        names = ", ".join(f"{loss.title} ({loss.weight})" for loss in losses) or "none"
-        raise input_error("model.losses with all of OWN and weight 1, or with other losses alone", names)
+    check_list(losses)
     step = LossStep(model, losses, labels, logits_to_keep, inputs, items)
     others = added(step.losses)
     if others and (not step.keeps_all or torch.compiler.is_compiling() or is_transformed()):

@@ -96,7 +96,7 @@ def apply(trainer: Trainer, setup: Setup, undone: Applied | None = None) -> list
     Those that are wrapped for training keep classes of ours, and are returned.
     """
     models, before_us = setup.models if setup.prepare else (), [] if undone is None else undone.stock
-    stock = [model for model in models if any(model is x for x in before_us) or not has_our_classes(model)]
+    stock = [model for model in models if model in before_us or not has_our_classes(model)]
     before = {(id(target), name): value for target, name, value in _attributes(models)}
     parallel = None
     if setup.parallel is not None:
@@ -123,7 +123,7 @@ def apply(trainer: Trainer, setup: Setup, undone: Applied | None = None) -> list
     if undone is None:
         return []
     with without_autocast(trainer, undone.setup.models[:-1]):
-        return _unpatch(model for model in undone.stock if not any(model is x for x in models))
+        return _unpatch(model for model in undone.stock if model not in models)
 
 
 def undo(trainer: Trainer, setup: Setup) -> None:

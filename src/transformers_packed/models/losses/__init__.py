@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...errors import input_error
 from .divergence import DivergenceLoss
 from .loss import Loss
 from .mtp import MtpLoss
@@ -25,6 +26,14 @@ def losses_of(model: torch.nn.Module) -> tuple[Loss, ...]:
     """Return the losses of the language model of this package in `model`, if there is one."""
     found: Iterator[Any] = (module for module in model.modules() if hasattr(type(module), "skips_logits"))
     return next((module.losses for module in found), ())
+
+
+def check_list(losses: tuple[Loss, ...]) -> None:
+    """Raise a `ValueError` for a list that a forward with logits would not train, since it computes all of `OWN`."""
+    own = [(type(loss), loss.weight) for loss in losses if loss.is_own]
+    if not losses or own and own != [(type(loss), 1.0) for loss in OWN]:
+        names = ", ".join(f"{loss.title} ({loss.weight})" for loss in losses) or "none"
+        raise input_error("model.losses with all of OWN and weight 1, or with other losses alone", names)
 
 
 def added(losses: Iterable[Loss]) -> list[Loss]:
