@@ -10,7 +10,8 @@ import torch
 
 from ...errors import input_error
 from .divergence import DivergenceLoss
-from .loss import Loss
+from .loss import Loss as Loss
+from .loss import trains_trunk as trains_trunk
 from .mtp import MtpLoss
 from .own import CrossEntropyLoss, RouterLoss
 
@@ -39,8 +40,3 @@ def check_list(losses: tuple[Loss, ...]) -> None:
 def added(losses: Iterable[Loss]) -> list[Loss]:
     """Return those that the stock model does not compute."""
     return [loss for loss in losses if not loss.is_own]
-
-
-def trains_trunk(losses: Iterable[Loss]) -> bool:
-    """Whether one of them gives the trunk gradients. Otherwise it runs without them."""
-    return any(loss.trains_trunk for loss in losses)

@@ -102,6 +102,11 @@ class Loss:
         return None
 
 
+def trains_trunk(losses: Iterable[Loss]) -> bool:
+    """Whether one of them gives the trunk gradients. Otherwise it runs without them."""
+    return any(loss.trains_trunk for loss in losses)
+
+
 @dataclass
 class LossStep:
     """The losses of a forward.
@@ -146,7 +151,7 @@ class LossStep:
     def run(self, losses: Iterable[Loss], trunk: Callable[[], Any]) -> Any:
         """Prepare these losses, and run the trunk, without gradients if no loss of the step gives it any."""
         self._begun = [(loss, finish) for loss in losses if (finish := loss.begin(self)) is not None]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and any(loss.trains_trunk for loss in self.losses)):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trains_trunk(self.losses)):
             self.outputs = trunk()
         return self.outputs
 
