@@ -142,6 +142,7 @@ def _stand_in() -> None:
 def main(folder: str, page: str | None = None) -> None:
     """Create the files, or run a page with them."""
     import datasets
+    import torch
 
     if page is None:
         make_files(Path(folder))
@@ -150,7 +151,9 @@ def main(folder: str, page: str | None = None) -> None:
     os.chdir(folder)
     datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
     _stand_in()
-    run_blocks(page, (ROOT / page).read_text(encoding="utf-8"))
+    # Compiling the optimizer of torchao takes a minute.
+    with torch.compiler.set_stance("force_eager"):
+        run_blocks(page, (ROOT / page).read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

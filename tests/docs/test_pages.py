@@ -49,7 +49,7 @@ def run(page: str) -> None:
         shutil.copytree(files().name, folder, dirs_exist_ok=True)
         (done,) = run_script(SCRIPT, folder, page, folder=folder, CUDA_VISIBLE_DEVICES="")
     if done.status:
-        raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"exit status {done.status}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
 @cache
