@@ -246,8 +246,8 @@ def _fork(path, arguments: list[str], files: list[int]) -> int:
         # pytest captures what goes to its own streams, in files that are closed here.
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         for handler in [reference() for reference in logging._handlerList]:
-            # Subclasses, such as that of torch's traces, open and close streams of their own.
-            if type(handler) is logging.StreamHandler:
+            # That of torch's traces has no stream yet, and closes the one that it has.
+            if isinstance(handler, logging.StreamHandler) and handler.stream is not None:
                 handler.setStream(sys.stderr)
         bounds = [2, *sorted(files), os.sysconf("SC_OPEN_MAX")]
         for before, after in itertools.pairwise(bounds):

@@ -133,10 +133,14 @@ class VerifyCallback(TrainerCallback):
 
     def _anywhere(self, found: bool) -> bool:
         """Whether it is so on any process. All of them have to go on in the same way."""
+        return bool(self._most(found))
+
+    def _most(self, value: float) -> float:
+        """The highest value of all processes."""
         if self.trainer.args.world_size == 1:
-            return found
-        flag = torch.tensor([int(found)], device=self.trainer.args.device)
-        return bool(self.trainer.accelerator.gather(flag).any())
+            return value
+        own = torch.tensor([float(value)], device=self.trainer.args.device)
+        return self.trainer.accelerator.gather(own).max().item()
 
     def _together(self, check: Callable[[], Result]) -> Result:
         return together(check, self._anywhere)
@@ -266,7 +270,8 @@ class VerifyCallback(TrainerCallback):
         """Compare a row of longer documents with its padded batch, where there are any and time allows."""
         args, most = self.trainer.args, sum(_LONG)
         if args.device.type == "cpu":
-            most = int(short.batch["input_ids"].numel() * _PATIENCE / seconds)
+            # Processes that share a row need equal lengths, and their clocks differ.
+            most = int(short.batch["input_ids"].numel() * _PATIENCE / self._most(seconds))
         lengths = tuple(min(length, most * length // sum(_LONG)) for length in _LONG)
 
         def make() -> Row:
