@@ -89,13 +89,16 @@ class ExamplesTest(unittest.TestCase):
         self.assertAlmostEqual(float(losses[0][0]), float(losses[1][0]), delta=2e-3)
         self.assertTrue((self.directory / "example" / "model.safetensors").is_file())
 
-    def test_the_config_of_accelerate(self):
+    @parameterized.expand(["fsdp2", "hsdp"])
+    def test_the_config_of_accelerate(self, name):
         """accelerate accepts every key, and shards the named layer."""
         with redirect_stderr(io.StringIO()):
-            config = load_config_from_file(str(EXAMPLES / "fsdp2.yaml"))
+            config = load_config_from_file(str(EXAMPLES / f"{name}.yaml"))
         self.assertEqual(config.distributed_type, "FSDP")
         known = vars(launch_command_parser().parse_args(["script.py"]))
-        self.assertEqual(set(config.fsdp_config) - set(known), set())
+        self.assertEqual({*config.fsdp_config, *config.parallelism_config} - set(known), set())
+        sizes = {"dp_shard_size": 2, "dp_replicate_size": 2} if name == "hsdp" else {}
+        self.assertEqual(config.parallelism_config, {f"parallelism_config_{x}": n for x, n in sizes.items()})
         self.assertTrue(hasattr(modeling_qwen3_5, config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"]))
 
     @parameterized.expand(SCRIPTS)

@@ -4,6 +4,8 @@
 """
 
 import copy
+import math
+import os
 import tempfile
 import time
 import unittest
@@ -13,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from common.processes import pretend_gpus, run_processes
+from accelerate import ParallelismConfig
+from common.processes import FSDP_ON_CPU, pretend_gpus, run_processes
 from datasets import Dataset
 from mixins.model import total_relative_error
 from mixins.patch import CONFIGS, builtin_model
@@ -30,7 +33,7 @@ from transformers_packed.training import compare
 
 PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "experts_and_tensors.md"
 SHARES = {"sequence_parallel_size": 2}
-# By name: the arguments of `DistributedConfig`, and options of `configure_packing`.
+# By name: the arguments of `DistributedConfig`, or of accelerate's `ParallelismConfig`, and options of `configure_packing`.
 PLANS: dict[str, tuple[dict, dict]] = {
     "FSDP2": ({"fsdp_size": 2}, {}),
     "HSDP": ({"fsdp_size": 2, "dp_replicate_size": 2}, {}),
@@ -42,10 +45,13 @@ PLANS: dict[str, tuple[dict, dict]] = {
     "TP + FSDP2": ({"tp_size": 2, "fsdp_size": 2}, {}),
     "SP + FSDP2": ({"fsdp_size": 2}, SHARES),
     "SP + EP": ({"fsdp_size": 2, "ep_size": 2}, SHARES),
+    "FSDP2 by accelerate": ({"dp_shard_size": 2}, {}),
+    "HSDP by accelerate": ({"dp_shard_size": 2, "dp_replicate_size": 2}, {}),
 }
 # Rows in a step. Each process reads one of them under tensor parallelism, except where training is refused for it.
 ROWS = dict.fromkeys(PLANS, 4) | {"TP": 1, "TP, accumulation": 2, "TP + EP": 1, "TP + FSDP2": 2}
 KINDS = ("dense", "experts", "LoRA", "LoRA of experts", "MTP", "QLoRA")
+DENSE = ("dense", "QLoRA")
 # What stops training, as a part of its error. Everything else equals one process.
 NO_EXPERTS, ONE_BACKWARD, SPLIT = "no `ep_plan`", "one backward per step", "adapters on .* which is split over"
 PEFT_EXPERTS, PEFT_4BIT = "'ParamWrapper' object has no attribute", "no attribute 'compress_statistics'"
@@ -60,6 +66,8 @@ REASONS = {
 
 def reason(plan: str, kind: str) -> str | None:
     experts, tensors = "EP" in plan, "TP" in plan
+    if "accelerate" in plan:
+        return None
     if kind == "QLoRA":
         return NO_EXPERTS if experts else PEFT_4BIT
     if kind == "LoRA of experts" and tensors:
@@ -95,9 +103,10 @@ def with_adapters(model, kind: str):
     return model
 
 
-def train(source: str, folder: str, kind: str, rows: int, config: DistributedConfig | None = None, **options) -> dict:
+def train(source: str, folder: str, kind: str, rows: int, config: dict | None = None, **options) -> dict:
     """Train two steps of `rows` rows per process that reads, save, and return what was logged."""
-    shards = {} if config is None else {"distributed_config": config}
+    by_accelerate = config is not None and "dp_shard_size" in config
+    shards = {} if config is None or by_accelerate else {"distributed_config": DistributedConfig(**config)}
     with registered():
         model = AutoModelForCausalLM.from_pretrained(source, **shards, **quantized(kind))
     if "LoRA" in kind:
@@ -108,6 +117,7 @@ def train(source: str, folder: str, kind: str, rows: int, config: DistributedCon
         "learning_rate": 0.1,
         "use_cpu": config is None,
         "gradient_accumulation_steps": rows,
+        "parallelism_config": ParallelismConfig(**config) if by_accelerate else None,
     }
     args = TrainingArguments(folder, per_device_train_batch_size=1, **arguments)
     trainer = Trainer(model, args, train_dataset=Dataset.from_list(Samples().rows))
@@ -124,17 +134,20 @@ def on_ranks(kind: str, plan: str, source: str, folder: str, rows: int) -> dict 
     """What a plan logs, or the error that stops it."""
     pretend_gpus()
     config, options = PLANS[plan]
+    if "accelerate" in plan:
+        layer = "Qwen3_5DecoderLayer" if kind in DENSE else "Qwen3_5MoeDecoderLayer"
+        os.environ |= FSDP_ON_CPU | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT", "FSDP_TRANSFORMER_CLS_TO_WRAP": layer}
     # The check takes time, which no two processes measure alike.
     now, speed = time.perf_counter, 1 + 2 * dist.get_rank()
     compare.time = SimpleNamespace(perf_counter=lambda: speed * now())
     try:
-        return train(source, f"{folder}/{plan}", kind, rows, DistributedConfig(**config), **options)
+        return train(source, f"{folder}/{plan}", kind, rows, config, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
 def size(config: dict) -> int:
-    return config.get("fsdp_size", 1) * config.get("dp_replicate_size", 1) * config.get("tp_size", 1)
+    return math.prod(value for name, value in config.items() if name != "ep_size")
 
 
 class DistributedConfigTest(unittest.TestCase):
@@ -159,7 +172,7 @@ class DistributedConfigTest(unittest.TestCase):
         return size(config) // config.get("tp_size", 1) // options.get("sequence_parallel_size", 1)
 
     def save_source(self, kind: str, source: str) -> None:
-        name = "qwen3_5" if kind in ("dense", "QLoRA") else "qwen3_5_moe"
+        name = "qwen3_5" if kind in DENSE else "qwen3_5_moe"
         config = copy.deepcopy(CONFIGS[name])
         config.mtp_num_hidden_layers = int(kind == "MTP")
         model = builtin_model(name, config=config)
