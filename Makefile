@@ -65,6 +65,14 @@ CHECK_PYTHON := -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("
 	.venv-axolotl/bin/pip install -q --no-deps -e .
 	touch $@
 
+# Axolotl 0.21 needs Python 3.12, which uv brings where there is none.
+.venv-axolotl-newest/.installed: setup.py .venv/.installed
+	$(BIN)/pip install -q uv
+	$(BIN)/uv venv -q --clear --seed --python 3.12 $(@D)
+	$(@D)/bin/pip install -q "$(TORCH)" "axolotl==0.21.0" "triton==3.7.1" pytest parameterized
+	$(@D)/bin/pip install -q --no-deps -e .
+	touch $@
+
 # The package index has no torchvision for CPUs, and that for CUDA cannot be imported beside a torch for CPUs.
 .venv-swift/.installed: setup.py
 	@$(PYTHON) $(CHECK_PYTHON)
@@ -134,8 +142,9 @@ upstream-patches: .venv/.installed  ## Write patches for Transformers into build
 test-upstream: .venv/.installed  ## Run the tests of these patches without and with them, and all together (CPU, minutes).
 	$(BIN)/python utils/upstream_patch.py --prove --together $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
-test-integrations: .venv-axolotl/.installed .venv-swift/.installed .venv-deepspeed/.installed  ## Train with other frameworks and with DeepSpeed, in their environments (CPU, minutes).
+test-integrations: .venv-axolotl/.installed .venv-axolotl-newest/.installed .venv-swift/.installed .venv-deepspeed/.installed  ## Train with other frameworks and with DeepSpeed, in their environments (CPU, minutes).
 	.venv-axolotl/bin/python -m pytest tests/integrations/test_axolotl.py
+	.venv-axolotl-newest/bin/python -m pytest tests/integrations/test_axolotl.py
 	.venv-swift/bin/python -m pytest tests/integrations/test_ms_swift.py
 	PYTHONPATH=$(CURDIR)/.venv-deepspeed DS_ACCELERATOR=cpu $(BIN)/python -m pytest tests/training/test_deepspeed.py
 

@@ -43,6 +43,7 @@ EXTRAS["dev"] = [
     "mypy==2.4.1",
     "parameterized>=0.9",
     "peft>=0.21",
+    "pydantic>=2",
     "pytest>=8",
     "pytest-xdist>=3.6.1",
     "ruff==0.17.5",
@@ -76,5 +77,8 @@ setup(
     python_requires=">=3.11",
     install_requires=["accelerate>=1.10.1", "numpy>=2.0", "torch>=2.11", "tqdm>=4.66.3", "transformers>=5.16.1,<6"],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["transformers-packed=transformers_packed.cli:main"]},
+    entry_points={
+        "console_scripts": ["transformers-packed=transformers_packed.cli:main"],
+        "axolotl.plugins": ["transformers_packed=transformers_packed.integrations.axolotl:PackedPlugin"],
+    },
 )

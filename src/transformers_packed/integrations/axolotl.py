@@ -1,4 +1,4 @@
-"""Plugin for Axolotl: `plugins: [transformers_packed.integrations.axolotl.PackedPlugin]` in the configuration.
+"""Plugin for Axolotl: `transformers_packed: true` in the configuration.
 
 It patches the model once Axolotl has built it, and collates the rows of `sample_packing: true` with their boundaries.
 Axolotl itself changes methods of Transformers' classes before it builds a model. The plugin restores the methods whose
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.collators import V2BatchSamplerDataCollatorForSeq2Seq
+from pydantic import BaseModel
 
 from ..data.collator import DataCollatorWithFlattening
 from ..data.samples import TOKEN_COLUMNS
@@ -20,6 +21,7 @@ from .stock_methods import Framework
 # Options that make documents depend on more than their own row, with the value that turns them off.
 _REFUSED = {
     "context_parallel_size": (1, "whole rows"),
+    "context_parallel.size": (1, "whole rows"),
     "use_pose": (False, "positions that count every token of a document"),
     "pretraining_dataset": (None, "a dataset that is tokenized before training"),
     "reward_model": (False, "labels per token"),
@@ -49,16 +51,29 @@ _AXOLOTL = Framework(
 )
 
 
+def _value(cfg: Any, name: str) -> Any:
+    """The value of an option, whose name may have the parts of a nested one."""
+    for part in name.split("."):
+        cfg = None if cfg is None else cfg.get(part)
+    return cfg
+
+
+class PackedArgs(BaseModel):
+    """The option that the plugin adds to Axolotl's configuration."""
+
+    transformers_packed: bool | None = None
+
+
 class PackedPlugin(BasePlugin):
     """Axolotl plugin: keep the documents of a packed row apart, with the kernels of this package.
 
-    Add one line to the configuration. With `sample_packing: true`, the model gets one row per batch, with the
+    Add one line to the configuration: Axolotl 0.21 or later finds the plugin by itself, and earlier ones need its name
+    under `plugins`. With `sample_packing: true`, the model gets one row per batch, with the
     boundaries of its documents. Without, the model computes padded batches as packed rows. A model that Axolotl already
     trains correctly on packed rows, such as Llama, stays unchanged.
 
     ```yaml
-    plugins:
-      - transformers_packed.integrations.axolotl.PackedPlugin
+    transformers_packed: true   # or plugins: [transformers_packed.integrations.axolotl.PackedPlugin]
     sample_packing: true
     attn_implementation: sdpa
     ```
@@ -71,16 +86,20 @@ class PackedPlugin(BasePlugin):
         super().__init__()
         self._is_patched = False
 
+    def get_input_args(self) -> str:
+        """Return the name of the class with the option of this plugin."""
+        return f"{PackedArgs.__module__}.{PackedArgs.__name__}"
+
     def pre_model_load(self, cfg: Any) -> None:
         """Raise a `ValueError` for options with which rows could not be kept whole."""
-        for name, (off, expected) in _REFUSED.items() if cfg.sample_packing else ():
-            if (value := cfg.get(name)) not in (None, off):
+        for name, (off, expected) in _REFUSED.items() if cfg.sample_packing and _is_wanted(cfg) else ():
+            if (value := _value(cfg, name)) not in (None, off):
                 fix = f"Remove {name}, or set sample_packing: false."
                 raise input_error(f"{expected} for sample_packing: true", f"{name}: {value}", fix)
 
     def post_model_build(self, cfg: Any, model: torch.nn.Module) -> None:
         """Patch the model, before Axolotl adds adapters, checkpointing and FSDP."""
-        self._is_patched = _AXOLOTL.patch(model)
+        self._is_patched = _is_wanted(cfg) and _AXOLOTL.patch(model)
 
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[type, dict[str, Any]] | None:
         """Return the collator of packed rows, and `None` for padded batches."""
@@ -93,6 +112,12 @@ class PackedPlugin(BasePlugin):
             return
         got, fix = type(trainer.data_collator).__name__, "List this plugin before others that set a collator."
         raise input_error("the collator of PackedPlugin for sample_packing: true", got, fix)
+
+
+def _is_wanted(cfg: Any) -> bool:
+    """Whether the configuration asks for the plugin, which Axolotl 0.21 creates wherever this package is installed."""
+    name = f"{PackedPlugin.__module__}.{PackedPlugin.__name__}"
+    return bool(cfg.get("transformers_packed")) or name in (cfg.get("plugins") or ())
 
 
 class PackedCollator(V2BatchSamplerDataCollatorForSeq2Seq):

@@ -46,7 +46,8 @@ class Framework:
         fixes (`Mapping[str, str]`):
             The fix for each module whose changes are refused. A name stands for all modules that start with it.
         marks (`tuple[str, ...]`):
-            Attributes that the framework sets on a class along with its changes. They are removed.
+            Attributes that the framework sets on a class along with its changes. They are removed, and methods beside
+            them that were compiled from a changed source are undone.
     """
 
     plugin: str
@@ -72,12 +73,16 @@ class Framework:
         classes = {cls for cls in classes if cls.__module__.startswith("transformers.models.")}
         # Frameworks change the classes of all families at once, and `patch_model` checks all of them.
         for cls in sorted(classes | STOCK.keys(), key=lambda cls: cls.__qualname__):
+            marked = any(mark in vars(cls) for mark in self.marks)
             for name, method in _methods(cls).items():
-                source = method.__module__
-                if source.startswith(_WRAPPERS):
+                source, recompiled = method.__module__, method.__code__.co_filename == "<string>"
+                if source.startswith(_WRAPPERS) and not recompiled:
                     continue
                 stock = STOCK.get(cls, {}).get(name)
-                if source in self.undone and stock is not None and stock is not method:
+                undone = source in self.undone
+                if not undone and recompiled:
+                    source, undone = f"a changed source ({method.__name__})", marked
+                if undone and stock is not None and stock is not method:
                     setattr(cls, name, stock)
                     logger.warning_once(f"{self.plugin}: {cls.__name__}.{name} of {source} is not used.")
                 elif cls in classes:
