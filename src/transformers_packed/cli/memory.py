@@ -20,6 +20,7 @@ def add_options(parser: Parser) -> None:
     shared("--model", help="checkpoint or config.json")
     add("--gpus", type=positive_int, required=True, metavar="N", help="number of GPUs")
     add("--gpu-memory", type=positive_float, required=True, metavar="GIB", help="memory per GPU")
+    add("--expert-parallel", type=positive_int, default=1, metavar="N", help="GPUs that share the experts (ep_size)")
     shared("--row-length", required=True, help="tokens per row")
     weights = "dtype of parameters, gradients and moments of torch's AdamW; with --lora of the frozen parameters"
     shared("--weights", default="bfloat16", help=weights)
@@ -45,5 +46,6 @@ def run(args: argparse.Namespace) -> None:
         load_in_4bit=args.load_in_4bit,
         optimizer=args.optim,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
+        expert_parallel=args.expert_parallel,
     )
     print(plan.summary())

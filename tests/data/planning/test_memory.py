@@ -241,6 +241,41 @@ class FormulaeTest(unittest.TestCase):
         for results in run_once(count_received, size, size):
             self.assertEqual(results[case], (expected, expected))
 
+    def test_fits_experts_over_two_gpus(self):
+        page = (ROOT / "docs/explained/memory.md").read_text()
+        first, second = json.loads((ROOT / "benchmarks/results/expert_parallel.json").read_text())["runs"]
+        arms, config = first["arms"] | second["arms"], Qwen3_5MoeTextConfig(num_hidden_layers=12)
+        sizes, parameters = sizes_of(config), Parameters.of(config)
+        for trained, end, rank in (("all weights", "", 0), ("LoRA outside the experts", ", LoRA", 16)):
+            row = f"| {trained}"
+            for plan, spread, bar in (("FSDP2", 1, 0.15), ("EP", 2, 0.05)):
+                given = sizes, parameters, first["tokens"], 1, 2, 2, [False] * 12, False, None, Lora(rank)
+                need = step_memory(*given, expert_parallel=spread)
+                # There was no optimizer.
+                expected, measured = need.total - need.moments, arms[f"ours, {plan}{end}"]["peak_gib"]
+                self.assertLess(abs(expected / GIB / measured - 1), bar, (trained, plan))
+                row += f" | {measured:.1f} GiB | {expected / GIB:.1f} GiB"
+            self.assertIn(f"{row} |", page)
+
+    @parameterized.expand([(8, 1), (8, 8), (64, 1), (64, 8), (64, 64), (512, 1), (512, 8), (512, 64)])
+    def test_experts_over_gpus_on_paper(self, gpus, spread):
+        """Weights that are gathered, and tokens that travel, counted for each expert and choice."""
+        config = Qwen3_5MoeTextConfig()
+        plan = plan_sequence_parallel(config, 2**14, gpus, 141, expert_parallel=spread)
+        number, layers, hidden = config.num_experts, config.num_hidden_layers, config.hidden_size
+        own = layers * number // spread * 3 * hidden * config.moe_intermediate_size
+        rest = plan.parameters.total - own * spread
+        # A GPU has a part of what its group gathers: all GPUs for the rest, and those with the same experts.
+        gathered = 2 * (rest * (gpus - 1) / gpus + own * (gpus // spread - 1) / (gpus // spread))
+        away = 2**14 * config.num_experts_per_tok * (spread - 1) / spread
+        travels = 2 * away * 2 * hidden
+        text = plan_sequence_parallel(config, 2**14, gpus, 200, expert_parallel=spread).summary()
+        self.assertIn(f"{gathered / MIB:,.1f} MiB of weights in forward", text)
+        if spread > 1:
+            self.assertIn(f"Experts over {spread} GPUs receive and return {layers} x {travels / MIB:,.1f} MiB", text)
+        row = f"| {gpus} | {spread} | {3 * gathered / GIB:.0f} GiB | {2 * layers * travels / GIB:.0f} GiB |"
+        self.assertIn(row, (ROOT / "docs/how_to/experts_and_tensors.md").read_text())
+
     def test_counts_parameters(self):
         config = Qwen3_5Config(**vision_config(SMALL))
         model = modeling_qwen3_5.Qwen3_5ForConditionalGeneration(config)
@@ -504,6 +539,7 @@ class PlanTest(unittest.TestCase):
             ("no row", {"max_length": 0}, "max_length above 0"),
             ("weights", {"weights": "int8"}, "weights"),
             ("rank", {"lora_rank": -1}, "lora_rank of at least 0"),
+            ("no experts", {"expert_parallel": 2}, "a mixture of experts, with expert_parallel, got qwen3_5_text"),
             ("method", {"attention": "ring"}, "expected attention of .*gather.*, got 'ring'"),
             (
                 "heads",
@@ -543,6 +579,20 @@ class PlanTest(unittest.TestCase):
                 for in_4bit in (True, False)
             ]
             self.assertEqual(made[0] - made[1], 2 * most)
+
+    @parameterized.expand(
+        [
+            ({"expert_parallel": 3}, "expert_parallel that divides 8 GPUs and 256 experts, got 3"),
+            (
+                {"expert_parallel": 2, "lora_rank": 8, "load_in_4bit": True},
+                "got 2 with load_in_4bit. Leave load_in_4bit",
+            ),
+            ({"expert_parallel": 2, "lora_rank": 8, "lora_experts": True}, "got 2 with lora_experts. Leave lora_exp"),
+        ]
+    )
+    def test_refuses_spread_experts(self, options, message):
+        with self.assertRaisesRegex(ValueError, message):
+            plan_sequence_parallel(Qwen3_5MoeTextConfig(), 2**14, 8, 141, **options)
 
     @parameterized.expand(
         [

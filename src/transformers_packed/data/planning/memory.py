@@ -17,7 +17,7 @@ from ...models.sizes import Experts, Sizes
 from ...ops.moe import MAX_RANK
 from ...parallel.groups import check_methods
 from ...parallel_methods import AttentionMethod, DeltaRuleMethod
-from .step_memory import Parameters, StepMemory, checkpointed_layers, is_sharded, step_memory
+from .step_memory import Parameters, StepMemory, checkpointed_layers, experts_in, is_sharded, step_memory
 
 
 _GIB, _MIB = 2**30, 2**20
@@ -75,6 +75,8 @@ class SequenceParallelPlan:
             The adapters that are trained.
         optimizer (`str`):
             The optimizer, as in [`plan_sequence_parallel`].
+        expert_parallel (`int`):
+            The number of GPUs over which experts are spread.
     """
 
     config: PreTrainedConfig
@@ -88,6 +90,7 @@ class SequenceParallelPlan:
     methods: dict[str, str | None]
     lora: Lora = ALL_TRAINED
     optimizer: str = DEFAULT
+    expert_parallel: int = 1
 
     @property
     def size(self) -> int:
@@ -110,12 +113,16 @@ class SequenceParallelPlan:
         """The plan as text."""
         need, states = self.options[self.size][0], "AdamW" if self.optimizer == DEFAULT else self.optimizer
         trained, share = self.parameters.trained(self.lora), 1 - 1 / self.gpus
+        sizes, spread = sizes_of(self.config), self.expert_parallel
+        experts = sum(experts_in(sizes)) if spread > 1 else 0
+        # Each expert is gathered by the GPUs that have it, in parts.
+        moved = (self.parameters.total - experts) * share + experts / spread * (1 - spread / self.gpus)
         if is_sharded(self.lora, OPTIMIZERS[self.optimizer]):
             where = "FSDP2 shards per GPU"
             gathered = [f"FSDP2 gathers per GPU: {_gib(need.gathered)} GiB of weights and gradients at a time"]
             transfers = (
-                f"FSDP2 transfers per GPU: {_mib(HALF * self.parameters.total * share)} MiB of weights in forward, the "
-                f"same in backward, and {_mib(HALF * trained * share)} MiB of gradients"
+                f"FSDP2 transfers per GPU: {_mib(HALF * moved)} MiB of weights in forward, the "
+                f"same in backward, and {_mib(HALF * (trained * share if self.lora.rank else moved))} MiB of gradients"
             )
         else:
             where, gathered = "Not sharded, on each GPU", []
@@ -149,7 +156,16 @@ class SequenceParallelPlan:
             lines.append(
                 f"  Total: {total} MiB in forward, the same in backward, and once more with gradient checkpointing"
             )
-        return "\n".join([*lines, transfers])
+        lines.append(transfers)
+        if spread > 1:
+            mixtures = [layer.mlp for layer in sizes.layers if isinstance(layer.mlp, Experts)]
+            # To the experts and back; one of the GPUs is the token's own.
+            tokens = -(-self.max_length // self.size) * mixtures[0].chosen * (1 - 1 / spread)
+            each, times = _mib(2 * HALF * tokens * sizes.hidden), len(mixtures)
+            lines.append(
+                f"Experts over {spread} GPUs receive and return {times} x {each} MiB per GPU in forward, the same in backward"
+            )
+        return "\n".join(lines)
 
 
 def plan_sequence_parallel(
@@ -164,6 +180,7 @@ def plan_sequence_parallel(
     load_in_4bit: bool = False,
     optimizer: str = DEFAULT,
     gradient_accumulation_steps: int = 1,
+    expert_parallel: int = 1,
     gated_delta_rule: DeltaRuleMethod = "state",
     attention: AttentionMethod | None = None,
 ) -> SequenceParallelPlan:
@@ -194,6 +211,9 @@ def plan_sequence_parallel(
             A name of `models.optimizers.OPTIMIZERS`. Nothing is sharded with those of torchao and bitsandbytes.
         gradient_accumulation_steps (`int`, *optional*, defaults to 1):
             The rows of a step. In a step of one row, the gradients of a layer exist only after its backward.
+        expert_parallel (`int`, *optional*, defaults to 1):
+            The number of GPUs over which Transformers' `DistributedConfig(ep_size=...)` spreads the experts of a mixture.
+            Each GPU is assumed to get as many tokens.
         gated_delta_rule (`str`, *optional*):
             As in [`SequenceParallel`].
         attention (`str`, *optional*):
@@ -221,6 +241,12 @@ def plan_sequence_parallel(
     positive = {"max_length": max_length, "gpus": gpus, "memory": memory, "gradient_accumulation_steps": rows}
     mixture = any(isinstance(layer.mlp, Experts) for layer in sizes.layers)
     remove, full = "Leave lora_experts out.", "Full fine-tuning trains all weights as they are."
+    spread, number = (
+        expert_parallel > 1,
+        max((x.mlp.number for x in sizes.layers if isinstance(x.mlp, Experts)), default=0),
+    )
+    parts = 0 < expert_parallel and gpus % expert_parallel == 0 and number % expert_parallel == 0
+    whole = next((name for name, on in (("lora_experts", lora_experts), ("load_in_4bit", load_in_4bit)) if on), "")
     rules = (
         (weights not in _WIDTHS, 'weights "bfloat16" or "float32"', repr(weights), ""),
         *((not value > 0, f"{name} above 0", value, "") for name, value in positive.items()),
@@ -234,6 +260,9 @@ def plan_sequence_parallel(
             lora_rank,
             "Lower it.",
         ),
+        (spread and not mixture, "a mixture of experts, with expert_parallel", config.model_type, "Leave it out."),
+        (not parts, f"expert_parallel that divides {gpus} GPUs and {number} experts", expert_parallel, ""),
+        (spread and whole, "expert_parallel=1", f"{expert_parallel} with {whole}", f"Leave {whole} out."),
     )
     if (error := first_error(rules)) is not None:
         raise error
@@ -246,7 +275,8 @@ def plan_sequence_parallel(
 
     def need(size: int, every_n_layers: int, offload: bool) -> StepMemory:
         given = sizes, parameters, max_length, size, gpus, _WIDTHS[weights]
-        return step_memory(*given, checkpointed_layers(config, every_n_layers), offload, attention, lora, adamw, rows)
+        checkpointed = checkpointed_layers(config, every_n_layers)
+        return step_memory(*given, checkpointed, offload, attention, lora, adamw, rows, expert_parallel)
 
     def fewest(size: int | None, offload: bool) -> int | None:
         """Return `every_n_layers` with the fewest checkpointed layers that fit."""
@@ -258,7 +288,7 @@ def plan_sequence_parallel(
     every = (None, fewest(needed[1], False), fewest(needed[2], True))
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
     plan = SequenceParallelPlan(
-        config, parameters, max_length, gpus, memory, options, needed, every, methods, lora, optimizer
+        config, parameters, max_length, gpus, memory, options, needed, every, methods, lora, optimizer, expert_parallel
     )
     if not any(needed):
         raise _nothing_fits(plan, unfit)

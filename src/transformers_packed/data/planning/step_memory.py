@@ -10,7 +10,7 @@ from ...models.lora import adapted_layers
 from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, Lora, layer_memory, loss_memory
 from ...models.optimizers import DEFAULT, OPTIMIZERS, Optimizer
 from ...models.quantization import keeps_dtype
-from ...models.sizes import Sizes
+from ...models.sizes import Experts, Sizes
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,12 @@ def step_memory(
     lora: Lora = ALL_TRAINED,
     optimizer: Optimizer = OPTIMIZERS[DEFAULT],
     rows: int = 1,
+    expert_parallel: int = 1,
 ) -> StepMemory:
     """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
 
     `checkpointed` says which layers are. With `offload`, the GPU holds few checkpoints at a time. `rows` are those of a step.
+    Experts are spread over `expert_parallel` GPUs, each of which has as many tokens.
     """
     whole = not is_sharded(lora, optimizer)
     # DDP keeps the gradients in its buckets.
@@ -125,6 +127,11 @@ def step_memory(
     # FSDP2 casts weights to bfloat16, and autocast only the inputs and weights of products.
     stream = HALF if gpus > 1 else width
     layers = [layer_memory(sizes, layer, max_length, size, attention, lora, stream) for layer in sizes.layers]
+    if expert_parallel > 1:
+        # The tokens that arrive for each choice, and the outputs of experts that come back.
+        chosen = [layer.mlp.chosen if isinstance(layer.mlp, Experts) else 0 for layer in sizes.layers]
+        travel = HALF * 2 * tokens * sizes.hidden
+        layers = [(kept + travel * n, made) for (kept, made), n in zip(layers, chosen, strict=True)]
     # Checkpointing always keeps the input of a layer.
     given = stream * tokens * sizes.hidden
     ways, checkpoints = list(zip(layers, checkpointed, strict=True)), given * sum(checkpointed)
@@ -140,7 +147,7 @@ def step_memory(
         weights=weights / gpus,
         gradients=gradients / gpus,
         moments=states / gpus,
-        gathered=_gathered(parameters, len(layers), lora) if gpus > 1 else 0,
+        gathered=_gathered(sizes, parameters, lora, gpus, expert_parallel) if gpus > 1 else 0,
         saved=saved,
         working=max(loss, layer),
         most=max(at_loss, backward),
@@ -161,10 +168,21 @@ def _of_parameters(
     return weights + adapters, gradients, states
 
 
-def _gathered(parameters: Parameters, layers: int, lora: Lora) -> float:
+def _gathered(sizes: Sizes, parameters: Parameters, lora: Lora, gpus: int, expert_parallel: int) -> float:
     """Bytes of weights and gradients that FSDP2 gathers for running layers."""
-    gradients = 3 * parameters.trained(lora) / layers if lora.rank else parameters.root + parameters.layer
-    return HALF * (parameters.root + 2 * parameters.layer + gradients)
+    layer: float = parameters.layer
+    if expert_parallel > 1:
+        experts = max(experts_in(sizes))
+        # A process's own experts are not gathered if no other one has them.
+        layer += (experts / expert_parallel if gpus > expert_parallel else 0) - experts
+    gradients = 3 * parameters.trained(lora) / len(sizes.layers) if lora.rank else parameters.root + layer
+    return HALF * (parameters.root + 2 * layer + gradients)
+
+
+def experts_in(sizes: Sizes) -> list[int]:
+    """The number of parameters of routed experts in each layer."""
+    mixtures = [layer.mlp if isinstance(layer.mlp, Experts) else None for layer in sizes.layers]
+    return [3 * sizes.hidden * mlp.width * mlp.number if mlp else 0 for mlp in mixtures]
 
 
 def _most_in_backward(ways: list, checkpoint: float, on_device: int, root: float, gradients: float) -> float:
