@@ -4,6 +4,7 @@ Frameworks replace methods of Transformers' classes to pack rows or to compute a
 whose work this package does, and refuses all others with the option that sets them.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
@@ -75,7 +76,7 @@ class Framework:
         for cls in sorted(classes | STOCK.keys(), key=lambda cls: cls.__qualname__):
             marked = any(mark in vars(cls) for mark in self.marks)
             for name, method in _methods(cls).items():
-                source, recompiled = method.__module__, method.__code__.co_filename == "<string>"
+                source, recompiled = method.__module__, inspect.getfile(method) == "<string>"
                 if source.startswith(_WRAPPERS) and not recompiled:
                     continue
                 stock = STOCK.get(cls, {}).get(name)
