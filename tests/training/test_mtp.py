@@ -29,7 +29,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from transformers_packed import add_mtp, configure_packing, patch_model, registered
-from transformers_packed.models import mtp_beside
+from transformers_packed.models import mtp
 from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.mtp_head import head_of
 
@@ -202,7 +202,7 @@ class WhatTrainsTest(unittest.TestCase):
         self.assertFalse([name for name in load_file(adapter / "adapter_model.safetensors") if "mtp" in name])
         kept = load_file(adapter / "mtp.safetensors")
         self.assertTrue(torch.equal(kept["mtp.fc.weight"], head.fc.weight))
-        with self.assertLogs(mtp_beside.logger, "WARNING") as logs:
+        with self.assertLogs(mtp.logger, "WARNING") as logs:
             model = PeftModel.from_pretrained(self.loaded(), adapter)
         self.assertIn(f"Call transformers_packed.add_mtp(model, '{adapter}')", logs.output[0])
         add_mtp(model, adapter)

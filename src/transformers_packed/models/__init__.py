@@ -11,5 +11,5 @@
   for a module. `lora.py`, `adapters.py`, `quantization.py`, `quantized_weights.py`, `experts_quantizer.py`, `float8.py` and
   `experts.py` know a kind of weight each.
 * Numbers: `sizes.py`, `memory.py`, `parameters.py` and `optimizers.py`.
-* The head of multi-token prediction: `mtp.py` (in checkpoints), `mtp_beside.py` (beside adapters), `mtp_head.py` (trained).
+* The head of multi-token prediction: `mtp.py` (in checkpoints and beside adapters), `mtp_head.py` (trained).
 """

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from .installed import hold
-from .mtp_beside import load_beside
+from .mtp import load_beside
 from .typed import ModelBase
 
 

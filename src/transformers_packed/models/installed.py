@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..foreign import MISSING, names_of, put
 from .family import PATCHED, Own
-from .mtp_beside import loading_head, saving_head
+from .mtp import loading_head, saving_head
 from .releases import BASE_CLASS, forget_recorders, registered_classes
 from .versions import supports_other_families
 

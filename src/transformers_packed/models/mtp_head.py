@@ -21,8 +21,7 @@ from transformers import PreTrainedConfig
 from ..errors import input_error
 from ..ops.cross_entropy import FROZEN_CHUNK_SIZE
 from .families import OWN, families_of, family_of, titles
-from .mtp import DECLARED, HEAD_FILE, PREFIX, find_head, read_tensors, tensors_of_head, to_module_names
-from .mtp_beside import head_in_use
+from .mtp import DECLARED, HEAD_FILE, PREFIX, find_head, head_in_use, read_tensors, tensors_of_head, to_module_names
 from .projections import project
 from .releases import CHECKPOINTS, initialize
 from .replacements import convert

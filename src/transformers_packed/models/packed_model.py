@@ -14,8 +14,7 @@ from ..errors import input_error
 from .families import family_of
 from .family import Own
 from .installed import EXPERTS, held, hold
-from .mtp import PREFIX, keep_head, to_module_names
-from .mtp_beside import save_beside
+from .mtp import PREFIX, keep_head, save_beside, to_module_names
 from .quantization import QuantizationMixin
 from .releases import note_revision, saves_adapter, wrap_checkpoints
 from .replacements import convert
