@@ -15,7 +15,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, configure_packing, patch_model
 from transformers_packed.models.losses import OWN
-from transformers_packed.models.losses.divergence import DivergenceLoss
+from transformers_packed.models.losses.loss import DivergenceLoss
 
 
 if HAS_TRL:

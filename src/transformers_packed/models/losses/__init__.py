@@ -1,6 +1,6 @@
 """The losses of a language model's step: `model.losses`, of which each knows all that is its own.
 
-A new loss is a file here and a line in `LOSSES`. The forward of a model, TRL's, a Trainer and its check loop over the list.
+A new loss is a class here and a line in `LOSSES`. The forward of a model, TRL's, a Trainer and its check loop over the list.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from ...errors import input_error
-from .divergence import DivergenceLoss
+from .loss import CrossEntropyLoss, DivergenceLoss, RouterLoss
 from .loss import Loss as Loss
 from .loss import trains_trunk as trains_trunk
 from .mtp import MtpLoss
-from .own import CrossEntropyLoss, RouterLoss
 
 
 LOSSES: tuple[type[Loss], ...] = (CrossEntropyLoss, RouterLoss, MtpLoss, DivergenceLoss)

@@ -1,4 +1,8 @@
-"""`Loss`, what a language model trains, and `LossStep`, the losses of one forward."""
+"""`Loss`, what a language model trains, and `LossStep`, the losses of one forward.
+
+Then the losses that stock models compute, too, the cross-entropy of each next token and that of routers, and the divergence
+from a teacher, for distillation.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -7,8 +11,13 @@ from typing import Any, ClassVar
 import torch
 
 from ...boundaries import PACKING_KEYWORDS
-from ...ops.cross_entropy import shift_labels
-from ..trunk_row import TrunkRow
+from ...errors import input_error
+from ...ops.cross_entropy import TargetCount, shift_labels
+from ...ops.linear_divergence import linear_divergence
+from ...parallel.shard import RowShard
+from ..inputs import kept_tokens
+from ..trunk_row import TrunkRow, fill_ends
+from ..untouched import is_bare_linear
 from .head import Prediction, weighted_sum
 
 
@@ -161,3 +170,127 @@ class LossStep:
         predictions = [(weight, x) for weight, x in found if isinstance(x, Prediction)]
         others = [weight * x for weight, x in found if not isinstance(x, Prediction)]
         return [weighted_sum(self.model.lm_head, predictions), *others] if predictions else others
+
+
+_COEFFICIENT = "router_aux_loss_coef"
+
+
+class CrossEntropyLoss(Loss):
+    """The loss of every causal language model, which Trainer counts the targets of."""
+
+    title = "cross-entropy"
+    items = "num_items_in_batch"
+    is_own = True
+
+    def begin(self, step: LossStep) -> Any:
+        inputs = step.inputs
+        ignore_index = inputs.get("ignore_index", -100)
+        targets: Any = shifted_labels({**inputs, "labels": step.labels}, ignore_index)
+        number = TargetCount(targets, ignore_index)
+
+        def finish(step: LossStep) -> Prediction:
+            hidden_states = step.outputs.last_hidden_state[:, kept_tokens(step.logits_to_keep)]
+            options = ignore_index, inputs.get("label_smoothing", 0.0)
+            return Prediction(hidden_states, targets, int(number), inputs.get(self.items), *options)
+
+        return finish
+
+
+class RouterLoss(Loss):
+    """The load balancing loss, which mixtures with `output_router_logits` add with the weight of their configuration."""
+
+    title = "the loss of the routers"
+    is_own = True
+
+    def begin(self, step: LossStep) -> Any:
+        config, inputs = step.model.config.get_text_config(), step.inputs
+        if not self.is_of_rows(step.model):
+            # Some mixtures have no loss of their routers.
+            return None
+        if inputs.get("output_router_logits") is None:
+            inputs["output_router_logits"] = config.output_router_logits
+        return self._of_outputs if inputs["output_router_logits"] else None
+
+    def _of_outputs(self, step: LossStep) -> torch.Tensor:
+        # Modeling files import kernels.
+        from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
+
+        config, inputs = step.model.config.get_text_config(), step.inputs
+        choices = config.num_experts, config.num_experts_per_tok
+        aux_loss: Any = load_balancing_loss_func(step.outputs.router_logits, *choices, inputs.get("attention_mask"))
+        boundaries = inputs.get("boundaries")
+        if isinstance(boundaries, RowShard) and inputs.get("num_items_in_batch") is not None:
+            # Every rank computes the loss of the whole row, and the losses of the ranks are summed.
+            aux_loss = aux_loss / boundaries.size
+        step.fields["aux_loss"] = aux_loss
+        return getattr(config, _COEFFICIENT) * torch.as_tensor(aux_loss)
+
+    def is_of_rows(self, model: Any) -> bool:
+        return hasattr(model.config.get_text_config(), _COEFFICIENT)
+
+    def against_parts(self, model: Any) -> str | None:
+        # It counts once for each row of a step, so not as often in the check as in a step of one row.
+        on = getattr(model.config.get_text_config(), "output_router_logits", False)
+        return "routers have a loss for each row of a step" if on else None
+
+
+class DivergenceLoss(Loss):
+    """The divergence of a model from a teacher with the same vocabulary, at the tokens that predict a target.
+
+    The teacher reads the same packed rows, in eval mode and without gradients. Its logits are never kept.
+
+    Args:
+        teacher (`PreTrainedModel`):
+            A language model with classes of this package. It is frozen, and belongs on the device of the model.
+        weight (`float`, *optional*, defaults to 1.0):
+            The factor of the loss in the sum.
+        beta (`float`, *optional*, defaults to 0.5), temperature (`float`, *optional*, defaults to 1.0):
+            As in [`linear_divergence`].
+    """
+
+    title = "the divergence from a teacher"
+    items = "num_divergence_items_in_batch"
+    num_sums = 2
+
+    def __init__(self, teacher: Any, weight: float = 1.0, beta: float = 0.5, temperature: float = 1.0):
+        super().__init__(weight)
+        if not hasattr(type(teacher), "losses"):
+            expected = "a teacher that is a language model of this package"
+            raise input_error(expected, type(teacher).__name__, "Call patch_model(teacher).")
+        self.teacher, self.beta, self.temperature = teacher.eval().requires_grad_(False), beta, temperature
+
+    @property
+    def models(self) -> tuple[torch.nn.Module, ...]:
+        return (self.teacher,)
+
+    @staticmethod
+    def targets_of(batch: Mapping[str, Any]) -> torch.Tensor | None:
+        return shifted_labels(batch)
+
+    def begin(self, step: LossStep) -> Any:
+        if step.inputs.get("input_ids") is None or step.inputs.get("pixel_values") is not None:
+            raise input_error(f"tokens without images for {self.title}", "embeddings or images")
+        for head in (step.model.lm_head, self.teacher.lm_head):
+            if not is_bare_linear(head):
+                raise input_error(f"plain linear heads for {self.title}", type(head).__name__)
+        shifted: Any = self.targets_of({**step.inputs, "labels": step.labels})
+        row = step.read_trunk()
+        with torch.no_grad():
+            tokens = {name: x for name, x in step.inputs.items() if name in TOKENS}
+            taught = self.teacher.model(**tokens, use_cache=False).last_hidden_state
+
+        def finish(step: LossStep) -> torch.Tensor:
+            is_target = fill_ends(row.of_row(shifted), row.boundaries, -100) != -100
+            number, items = is_target.sum(), step.items[self.items]
+            student, teacher = step.model.lm_head, self.teacher.lm_head
+            call = row.hidden_states, student.weight, row.of_row(taught), teacher.weight, is_target
+            options: dict[str, Any] = {"beta": self.beta, "temperature": self.temperature}
+            options["num_items_in_batch"] = items = number if items is None else items
+            loss = linear_divergence(*call, student.bias, teacher.bias, **options)
+            self.note(loss * torch.as_tensor(items, device=loss.device).clamp(min=1), number)
+            return loss
+
+        return finish
+
+    def figures(self, *sums: float) -> dict[str, float]:
+        return {"divergence": round(sums[0] / sums[1], 4)} if sums[1] else {}
