@@ -20,7 +20,7 @@ from transformers import BertConfig, PreTrainedConfig, Qwen3_5MoeTextConfig, Qwe
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.cli import diagnosis, env
-from transformers_packed.ops import dense_attention, example
+from transformers_packed.ops import dense_attention, dispatch
 from transformers_packed.ops.backends import fla, flash_qla, triton
 
 
@@ -48,8 +48,8 @@ def gpu(capability=(9, 0), missing=(), flash_qla_problem="", triton_problem=""):
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "get_device_capability", lambda device=None: capability),
             (env, "gpus", lambda: ["cuda:0 (a GPU)"]),
-            (example, "torch", SimpleNamespace(zeros=zeros, **fake)),
-            (example.SequenceBoundaries, "from_lengths", lambda lengths, device: from_lengths(lengths)),
+            (dispatch, "torch", SimpleNamespace(zeros=zeros, **fake)),
+            (dispatch.SequenceBoundaries, "from_lengths", lambda lengths, device: from_lengths(lengths)),
             (dense_attention, "_supports", lambda *args: True),
             (fla, "importable", lambda module, name: f"is not installed (pip install {name})" * (name in missing)),
             (fla, "_backward_problem", lambda: ""),

@@ -30,7 +30,7 @@ from ..models.replacements import REPLACEMENTS
 from ..models.sizes import sizes_for_ops
 from ..models.verdict import judge, text_config
 from ..ops.attention import serves_packed_rows
-from ..ops.example import Setting, availability, is_kernel
+from ..ops.dispatch import Setting, availability, is_kernel
 
 
 Ops = Mapping[str, tuple[str | None, list[tuple[str, str]]]]

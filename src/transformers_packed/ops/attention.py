@@ -30,8 +30,7 @@ from ..foreign import attention_of
 from .autograd import compute_dtype
 from .dense_attention import dense_attention
 from .dense_attention import verify as verify_dense_attention
-from .dispatch import Implementation, ran, run
-from .example import Call, Setting
+from .dispatch import Call, Implementation, Setting, ran, run
 from .per_document import per_document
 
 

@@ -18,8 +18,7 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error, shapes
 from .backends import causal_conv1d as compiled
 from .backends import fla, triton
-from .dispatch import Implementation, run, with_triton
-from .example import Call, Setting
+from .dispatch import Call, Implementation, Setting, run, with_triton
 from .norm import widened
 
 

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from ..errors import input_error, shapes
 from .autograd import autocast_dtype, first_order, retains_graph
 from .backends import triton
-from .dispatch import Implementation, run
-from .example import Call, Setting
+from .dispatch import Call, Implementation, Setting, run
 from .norm import widened
 
 

@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from ..boundaries import CHUNK_SIZE, SequenceBoundaries
 from ..errors import input_error, shapes
 from .backends import fla, flash_qla, triton
-from .dispatch import Implementation, run, with_triton
-from .example import Call, Setting
+from .dispatch import Call, Implementation, Setting, run, with_triton
 from .norm import widened
 from .per_document import per_document
 

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error, shapes
 from .backends import fla
-from .dispatch import Implementation, run
-from .example import Call, Setting
+from .dispatch import Call, Implementation, Setting, run
 from .gated_delta_rule import check_groups, check_state, reference
 from .norm import widened
 

@@ -16,8 +16,7 @@ from ..errors import input_error, shapes
 from . import float8
 from .autograd import autocast_dtype, first_order, free, is_transformed
 from .backends import triton
-from .dispatch import Implementation, ran, run
-from .example import Call, Setting
+from .dispatch import Call, Implementation, Setting, ran, run
 from .recipes import recipe_of
 from .terms import Adapter, Dequantized, Float8Weight, Plan, Products, Projection, planned
 from .terms.products import unflattened

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from ..errors import input_error, shapes
 from .autograd import autocast_dtype
 from .backends import triton
-from .dispatch import Implementation, run, with_triton
-from .example import Call, Setting
+from .dispatch import Call, Implementation, Setting, run, with_triton
 from .norm import widened
 from .terms import Adapter, DequantizedExperts
 

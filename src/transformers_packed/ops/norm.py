@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from ..errors import input_error, shapes
 from .backends import triton
-from .dispatch import run, with_triton
-from .example import Call, Setting
+from .dispatch import Call, Setting, run, with_triton
 from .linear import apply_reference, as_projection, check_layer, verify_layer
 from .recipes import remember_recipe
 from .terms import Projection, planned

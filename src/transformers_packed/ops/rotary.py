@@ -4,8 +4,7 @@ import torch
 
 from ..errors import input_error, shapes
 from .backends import triton
-from .dispatch import run, with_triton
-from .example import Call, Setting
+from .dispatch import Call, Setting, run, with_triton
 from .norm import rms_norm
 
 

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from ..boundaries import CHUNK_SIZE, SequenceBoundaries
 from ..errors import input_error, shapes
 from .backends import triton
-from .dispatch import run, with_triton
-from .example import Call, Setting
+from .dispatch import Call, Setting, run, with_triton
 from .norm import widened
 from .per_document import per_document
 from .ssd import chunks_of_rows

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from ..boundaries import CHUNK_SIZE, SequenceBoundaries
 from ..errors import input_error, shapes
 from .backends import mamba_ssm, triton
-from .dispatch import Implementation, run
-from .example import Call, Setting
+from .dispatch import Call, Implementation, Setting, run
 from .norm import widened
 from .per_document import per_document
 

@@ -39,7 +39,7 @@ from ..models.verdict import (
     measured,
     text_config,
 )
-from ..ops.example import Setting, availability
+from ..ops.dispatch import Setting, availability
 from .facts import Facts, package_of
 from .restore import without_autocast
 from .trainers import CREATE_LABELS, KNOWN_COLLATORS, ONLY_PAD
