@@ -7,11 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..autograd import save, saved
-from .bias import Bias
 from .float8 import Float8, Float8Weight
 from .low_rank import Adapter, LowRank
-from .term import Term
-from .weights import Dequantized, Weights
+from .term import Bias, Dequantized, Term, Weights
 
 
 Kind = TypeVar("Kind", bound=Term)

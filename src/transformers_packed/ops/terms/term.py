@@ -1,7 +1,11 @@
-"""The interface of a term, and the product that terms share."""
+"""The interface of a term, the product that terms share, and the terms that every layer has.
 
-from collections.abc import Sequence
-from typing import Any
+These are biases, and weights whose products run in the dtype of the layers: plain ones, and quantized ones that are
+computed when needed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -98,3 +102,134 @@ def product(
     else:
         result = left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)
     return result if dtype in (None, result.dtype) else result.to(dtype)
+
+
+class Bias(Term):
+    """The biases of each layer, times the scales of their adapters."""
+
+    reads_rows = by_row = False
+
+    @staticmethod
+    def take(projections, weights):
+        plan, tensors = [], []
+        for i, (_, bias, adapters) in enumerate(projections):
+            if bias is None and not adapters:
+                continue
+            biases = [(1.0, bias), *((adapter.scale, adapter.bias) for adapter in adapters)]
+            biases = [(scale, tensor) for scale, tensor in biases if tensor is not None]
+            if biases:
+                plan.append((i, [scale for scale, _ in biases]))
+                tensors += [tensor for _, tensor in biases]
+        return (plan, tensors) if plan else None
+
+    def forward(self, rows, outputs):
+        biases = iter(self.tensors)
+        for i, scales in self.plan:
+            first, *others = [_scaled(bias, scale).to(self.dtype) for scale, bias in zip(scales, biases, strict=False)]
+            outputs[i] = sum(others, first)
+
+    def needs_rows(self):
+        return False
+
+    def parameter_gradients(self, gradients, rows):
+        found, wide = [], torch.promote_types(self.dtype, torch.float32)
+        for i, scales in self.plan:
+            start, total = len(found), None
+            wanted = self.wanted[start : start + len(scales)]
+            if gradients[i] is not None and any(wanted):
+                total = gradients[i].sum(0, dtype=wide)
+            for scale, for_bias in zip(scales, wanted, strict=True):
+                dtype = self.tensors[len(found)].dtype
+                found.append(None if total is None or not for_bias else _scaled(total, scale).to(dtype))
+        return found
+
+
+def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return x if scale == 1 else x * scale
+
+
+# Elements of the weights of quantized experts that are computed at a time. Fewer ones need more launches, with a rest in
+# each, and every launch takes time on the host.
+PIECE = 2**28
+
+
+class Dequantized(NamedTuple):
+    """A frozen weight that is computed when a product needs it.
+
+    Args:
+        shape (`torch.Size`):
+            Shape of the weight, `[out, in]`.
+        dtype (`torch.dtype`):
+            Dtype of the products.
+        compute (`Callable[[], torch.Tensor]`):
+            Returns the weight `[out, in]` in any floating dtype.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    compute: Callable[[], torch.Tensor]
+
+    @property
+    def casts_input(self) -> bool:
+        """Whether the input may have more precision than the products."""
+        return True
+
+
+class DequantizedExperts(NamedTuple):
+    """Frozen weights of experts that are computed when a product needs them, some experts at a time.
+
+    Args:
+        shape (`torch.Size`):
+            Shape of the weights, `[E, out, in]`.
+        dtype (`torch.dtype`):
+            Dtype of the products.
+        compute (`Callable[[int, int], torch.Tensor]`):
+            Returns the weights `[last - first, out, in]` of the experts from `first` to before `last`, in any floating
+            dtype.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    compute: Callable[[int, int], torch.Tensor]
+
+
+class Weights(Term):
+    """`x W^T` of each weight that no other term takes."""
+
+    by_row = False
+
+    def __init__(self, plan, tensors, wanted, dtype):
+        super().__init__(plan, tensors, wanted, dtype)
+        tensors = iter(tensors)
+        self.weights = [(i, next(tensors) if quantized is None else quantized) for i, quantized in plan]
+
+    @staticmethod
+    def take(projections, weights):
+        if not weights:
+            return None
+        tensors = [weight for weight in weights.values() if isinstance(weight, torch.Tensor)]
+        return [(i, None if isinstance(weight, torch.Tensor) else weight) for i, weight in weights.items()], tensors
+
+    def forward(self, rows, outputs):
+        for i, weight in self.weights:
+            weight, y = self._cast(weight), outputs[i]
+            # A bias is added by the product.
+            alone = y is None or y.ndim == 1
+            outputs[i] = F.linear(rows, weight, y) if alone else y.addmm_(rows, weight.t())
+
+    def _cast(self, weight):
+        weight = weight.compute() if isinstance(weight, Dequantized) else weight
+        return weight if weight.dtype == self.dtype else weight.to(self.dtype)
+
+    def input_gradient(self, gradients, d_rows, wanted):
+        for i, weight in self.weights:
+            if wanted and gradients[i] is not None:
+                d_rows = accumulated(d_rows, gradients[i], self._cast(weight))
+        return d_rows
+
+    def parameter_gradients(self, gradients, rows):
+        layers = [i for i, quantized in self.plan if quantized is None]
+        return [
+            product(gradients[i].t(), rows, dtype=weight.dtype) if for_weight and gradients[i] is not None else None
+            for i, weight, for_weight in zip(layers, self.tensors, self.wanted, strict=True)
+        ]
