@@ -18,7 +18,7 @@ from transformers_packed.ops.linear import shared_input_linears
 from transformers_packed.ops.terms import Adapter, Projection
 from transformers_packed.parallel import SequenceParallel
 from transformers_packed.parallel.collectives import all_gather, all_to_all, redistribute, tie
-from transformers_packed.parallel.gated_delta import _AddToStart, _WithEnds
+from transformers_packed.parallel.mixers import _AddToStart, _WithEnds
 
 
 ROOT = Path(transformers_packed.__file__).parent

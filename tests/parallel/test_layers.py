@@ -15,8 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_f
 from transformers_packed import SequenceBoundaries, ops
 from transformers_packed.ops import dispatch, implementations_used
 from transformers_packed.parallel import RowShard, SequenceParallel
-from transformers_packed.parallel import attention as attentions
-from transformers_packed.parallel import gated_delta as rules
+from transformers_packed.parallel import mixers as rules
 from transformers_packed.parallel.groups import attention_method
 
 
@@ -265,11 +264,11 @@ class WayOfTheStatesTest(unittest.TestCase):
             shard = RowShard.cut(row, rank, size, parallel)
             for kernel in ("varlen_attn", None):
                 with (
-                    mock.patch.object(attentions, "_by_gather", lambda *_, **__: "gather"),
-                    mock.patch.object(attentions, "_by_heads", lambda *_, **__: "heads"),
-                    mock.patch.object(attentions, "kernel_for_earlier_keys", lambda *_, found=kernel, **__: found),
+                    mock.patch.object(rules, "_attention_by_gather", lambda *_, **__: "gather"),
+                    mock.patch.object(rules, "_attention_by_heads", lambda *_, **__: "heads"),
+                    mock.patch.object(rules, "kernel_for_earlier_keys", lambda *_, found=kernel, **__: found),
                 ):
-                    found = attentions.attention(module, query, key, value, boundaries=shard)[0]
+                    found = rules.attention(module, query, key, value, boundaries=shard)[0]
                 uneven = 4 * shard.longest_cut_piece > shard.total_length or kernel is None
                 self.assertEqual(found, "heads" if uneven else "gather")
 

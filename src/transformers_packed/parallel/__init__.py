@@ -1,10 +1,10 @@
 """Sequence parallelism: several processes compute one packed row. Each process holds a part of its tokens.
 
 `groups.py` has the processes that share a row, `shard.py` the parts of a row and of losses, and `collectives.py`
-communication with gradients. `attention.py`, `gated_delta.py` and `vision.py` compute layers on a part.
+communication with gradients. `mixers.py` and `vision.py` compute layers on a part.
 """
 
-from . import attention, gated_delta  # noqa: F401  the forms of the ops for parts of a row
+from . import mixers  # noqa: F401  the forms of the ops for parts of a row
 from .groups import SequenceParallel
 from .shard import RowShard, gather_loss_tensors, shard_batch
 

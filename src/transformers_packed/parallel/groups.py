@@ -105,14 +105,26 @@ def check_methods(
     `heads` are those of queries and keys in attention, `linear_heads` those of keys and values in the gated delta rule.
     """
     check_names(gated_delta_rule, attention)
-    if gated_delta_rule == "heads" and any(number % size for number in linear_heads):
-        expected = f'numbers of linear key and value heads that are multiples of {size} for "heads"'
-        raise input_error(expected, "{} and {}".format(*linear_heads), 'Use gated_delta_rule="state".')
-    if attention == "heads" and not fits_heads(size, *heads):
+    if gated_delta_rule == "heads":
+        check_linear_heads(size, *linear_heads)
+    if attention == "heads":
+        check_heads(size, *heads)
+
+
+def check_heads(size: int, heads: int, kv_heads: int) -> None:
+    """Raise a `ValueError` if `size` processes cannot split the heads of an attention layer."""
+    if not fits_heads(size, heads, kv_heads):
         expected = (
             f"attention heads divisible by {size}, and key and value heads that divide {size} or are divisible by it"
         )
-        raise input_error(expected, "{} and {}".format(*heads), 'Use attention="gather".')
+        raise input_error(expected, f"{heads} and {kv_heads}", 'Use attention="gather".')
+
+
+def check_linear_heads(size: int, key_heads: int, value_heads: int) -> None:
+    """Raise a `ValueError` if `size` processes cannot split the heads of a delta rule."""
+    if key_heads % size or value_heads % size:
+        expected = f'numbers of linear key and value heads that are multiples of {size} for "heads"'
+        raise input_error(expected, f"{key_heads} and {value_heads}", 'Use gated_delta_rule="state".')
 
 
 def check_names(gated_delta_rule: str, attention: str | None) -> None:

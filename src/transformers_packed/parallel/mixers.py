@@ -1,10 +1,10 @@
-"""The linear-attention block on a part of a row: the convolution's halo, and the gated delta rule by either method.
+"""The layers that mix tokens on a part of a row: the convolution, the delta rules and attention.
 
 **Halo.** The window of the convolution includes tokens of the previous rank. This package's kernel takes them as a
 separate tensor. For other kernels they are concatenated before the part.
 
-**States.** The rule is affine in its state. The output of a piece of a document with an initial state `S` is the
-output without `S` plus the output of `S` alone, with zero values. Each rank first computes the final state of its last
+**States.** The gated delta rule is affine in its state. The output of a piece of a document with an initial state `S`
+is the output without `S` plus the output of `S` alone, with zero values. Each rank first computes the final state of its last
 piece if that document continues. All ranks gather these states, `heads * K * (V + K)` numbers each for any length.
 Each rank then computes its whole part with the usual kernel as if its first document began there. If the document
 began on an earlier rank, the rank adds the contribution of the initial state to the first piece.
@@ -21,7 +21,8 @@ the methods exchange different tensors.
 
 Kimi's delta rule is affine in its state too, and takes the same methods but for that context parallelism.
 
-**Heads.** Ranks exchange tokens for heads, each computes the whole row for its heads, and they exchange back.
+**Heads.** Ranks exchange tokens for heads, each computes the whole row for its heads, and they exchange back. For
+attention, they may also gather all keys and values.
 """
 
 from collections.abc import Callable
@@ -33,11 +34,12 @@ import torch
 from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from ..ops.attention import attention_of_last_queries, attention_with_earlier_keys, kernel_for_earlier_keys
 from ..ops.backends import fla
 from ..ops.convolution import slots_of, triton_qkv, verify_triton_qkv
 from ..ops.dispatch import for_rows, ran
 from .collectives import all_gather, all_to_all, tie
-from .groups import check_methods
+from .groups import attention_method, check_heads, check_linear_heads
 from .shard import RowShard
 
 
@@ -139,7 +141,7 @@ def kimi_delta_rule(*tensors, boundaries: RowShard, a_log, dt_bias, initial_stat
 
 def _by_heads(rule: Callable, shard: RowShard, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
     group = shard.processes.group
-    check_methods(shard.size, "heads", None, (0, 0), (tensors[1].shape[2], tensors[2].shape[2]))
+    check_linear_heads(shard.size, tensors[1].shape[2], tensors[2].shape[2])
     whole = (all_to_all(x, 2, 1, group) for x in tensors)
     output = rule(*whole, boundaries=shard.row, **options)[0]
     return all_to_all(output, 1, 2, group)
@@ -223,3 +225,75 @@ def _by_fla(shard: RowShard, query, key, value, g, beta, **options: Any) -> torc
     context = shard.derived(name, lambda: build_cp_context(cu_seqlens, group, cu_seqlens_cpu=host))
     # The unwrapped function is the Triton kernel. The wrapper may dispatch to a kernel without context parallelism.
     return unwrap(chunk_gated_delta_rule)(query, key, value, g, beta, cp_context=context, **options)[0]
+
+
+class _WithGroups:
+    """An attention layer with another number of query heads per key head, for attention functions."""
+
+    def __init__(self, module: torch.nn.Module, num_key_value_groups: int):
+        self._module, self.num_key_value_groups = module, num_key_value_groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+@for_rows(RowShard)
+def attention(module, query, key, value, *, boundaries: RowShard, impl: str = "auto", **options):
+    """[`ops.attention`] on a part of a row: query `[1, H, L, D]`, key and value `[1, HKV, L, D]`."""
+    shard = boundaries
+    size, heads, kv_heads = shard.size, query.shape[1], key.shape[1]
+    # With "gather", the rank after the cut of a long document has most of the work and needs a kernel for earlier
+    # keys.
+    gather_is_even = not shard.is_cut_in_long_pieces and kernel_for_earlier_keys(module, query, **options) is not None
+    if attention_method(size, heads, kv_heads, shard.processes.attention, gather_is_even) == "gather":
+        return _attention_by_gather(shard, module, query, key, value, impl, **options), None
+    check_heads(size, heads, kv_heads)
+    return _attention_by_heads(shard, module, query, key, value, impl=impl, **options), None
+
+
+def _attention_by_heads(shard: RowShard, module, query, key, value, **options: Any) -> torch.Tensor:
+    size, group = shard.size, shard.processes.group
+    if key.shape[1] < size:
+        # Each rank gets the key head of its query heads. The gradients of the copies are summed.
+        key, value = (x.repeat_interleave(size // x.shape[1], dim=1) for x in (key, value))
+    module = _WithGroups(module, query.shape[1] // key.shape[1])
+    query, key, value = (all_to_all(x, 1, 2, group) for x in (query, key, value))
+    output = ops.attention(module, query, key, value, None, boundaries=shard.row, **options)[0]
+    return all_to_all(output, 1, 2, group)
+
+
+def _attention_by_gather(shard: RowShard, module, query, key, value, impl: str, **options: Any) -> torch.Tensor:
+    # One exchange for keys and values. The used keys start with the first document, which may begin on an earlier
+    # rank.
+    begin, before = shard.start - shard.tokens_before, shard.tokens_before
+    both = all_gather(torch.cat([key, value], dim=-1), 2, shard.processes.group)
+    key, value = both[:, :, begin : shard.start + shard.total_length].split([key.shape[-1], value.shape[-1]], dim=-1)
+    if not before:
+        return ops.attention(module, query, key, value, None, boundaries=_pieces(shard, 0), impl=impl, **options)[0]
+    if query.is_cuda:
+        # Compute all pieces at once if a kernel supports it.
+        lengths = {"boundaries": _pieces(shard, 0), "keys": _keys(shard)}
+        output = attention_with_earlier_keys(module, query, key, value, **lengths, **options)
+        if output is not None:
+            return output
+    ran("attention", "mask of earlier keys")
+    first = shard.lengths[0]
+    own = query[:, :, :first], *(x[:, :, : before + first] for x in (key, value))
+    outputs = [attention_of_last_queries(module, *own, **options)]
+    if shard.num_documents > 1:
+        q, (k, v) = query[:, :, first:], (x[:, :, before + first :] for x in (key, value))
+        outputs.append(ops.attention(module, q, k, v, None, boundaries=_pieces(shard, 1), impl=impl, **options)[0])
+    return torch.cat(outputs, dim=1)
+
+
+def _pieces(shard: RowShard, begin: int) -> SequenceBoundaries:
+    """Return the boundaries of a row of only the pieces from `begin` on."""
+    lengths, device = shard.lengths[begin:], shard.cu_seqlens.device
+    return shard.derived(f"pieces from {begin}", lambda: SequenceBoundaries.from_lengths(lengths, device=device))
+
+
+def _keys(shard: RowShard) -> SequenceBoundaries:
+    """Return the boundaries of the keys. Those of the first piece include the earlier tokens of its document."""
+    first, *others = shard.lengths
+    lengths = [shard.tokens_before + first, *others]
+    return shard.derived("keys", lambda: SequenceBoundaries.from_lengths(lengths, device=shard.cu_seqlens.device))
