@@ -40,7 +40,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers_packed import DataCollatorWithFlattening, patch_model
 from transformers_packed.models import mixers
 from transformers_packed.ops import dispatch, implementations_used
-from transformers_packed.ops.autotuning import tuned_in_threads
+from transformers_packed.ops.compilations import tuned_in_threads
 
 
 COMMON = {

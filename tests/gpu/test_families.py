@@ -31,8 +31,8 @@ from transformers_packed.ops import (
     selective_scan,
     ssd,
 )
-from transformers_packed.ops.autotuning import tuned_in_threads
 from transformers_packed.ops.backends import fla
+from transformers_packed.ops.compilations import tuned_in_threads
 
 
 LENGTHS = [1, 130, 2, 64, 3, 63, 300, 65, 1, 129, 256]

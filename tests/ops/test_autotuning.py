@@ -8,7 +8,7 @@ from unittest import mock
 import triton
 from triton.runtime.autotuner import Autotuner
 
-from transformers_packed.ops import autotuning
+from transformers_packed.ops import compilations
 
 
 class Config:
@@ -53,9 +53,9 @@ class AutotuningTest(unittest.TestCase):
         configs = [Config(16), Config(32), Config(64)]
         with (
             mock.patch.object(triton, "AsyncCompileMode", Mode),
-            mock.patch.object(autotuning, "threads_of_this_process", lambda: 3),
+            mock.patch.object(compilations, "threads_of_this_process", lambda: 3),
         ):
-            with autotuning.tuned_in_threads():
+            with compilations.tuned_in_threads():
                 found = Autotuner.prune_configs(self.tuner(configs, run), {"grid": (1,), "warmup": False, "EPS": 1})
                 self.assertEqual(Autotuner.prune_configs(self.tuner(configs[:1], None), {}), configs[:1])
         self.assertEqual(found, configs)
@@ -71,7 +71,7 @@ class AutotuningTest(unittest.TestCase):
         driver = mock.Mock(**{"get_benchmarker.return_value": triton.testing.do_bench})
         with mock.patch.object(triton.runtime.driver, "_active", driver):
             before = tuner.do_bench
-            with autotuning.tuned_in_threads():
+            with compilations.tuned_in_threads():
                 self.assertEqual((tuner.do_bench.func, own.do_bench), (triton.testing.do_bench, len))
                 self.assertLess(sum(tuner.do_bench.keywords.values()), 50)
             self.assertIs(tuner.do_bench, before)
@@ -81,6 +81,6 @@ class AutotuningTest(unittest.TestCase):
             mock.patch.object(triton, "AsyncCompileMode", None),
             self.assertLogs("transformers_packed", "INFO") as logs,
         ):
-            with autotuning.tuned_in_threads():
+            with compilations.tuned_in_threads():
                 pass
         self.assertIn("one after the other", logs.output[0])

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel, set_seed
 
 from ..data.collator import DataCollatorWithFlattening
 from ..data.documents import PaddedSamples
-from ..ops.autotuning import tuned_in_threads
+from ..ops.compilations import tuned_in_threads
 from ..training.warm_up import start_compiling, warm_up
 from .audit import hide_gpu_packages
 from .demo_arms import peak_memory

@@ -1,19 +1,25 @@
-"""Records of kernels that are compiled while a block of code runs.
+"""Kernels that are compiled while a block of code runs: a record of them, and threads for the variants of autotuned ones.
 
 A kernel is compiled for each combination of the constants that select its code. Its package keeps it in the process,
 and most packages also on disk, from where another process loads it in milliseconds.
+
+An autotuner, such as that of the kernels of flash-linear-attention, compiles each variant of a kernel when it comes to
+measure it, one after the other. Most of that time is spent outside of Python's lock. Then it runs each variant for an
+eighth of a second, which is minutes for hundreds of variants.
 """
 
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
 from ..foreign import swapped
-from .backends import flash_qla
+from .backends import flash_qla, threads_of_this_process
 from .dispatch import logger
 
 
@@ -174,3 +180,48 @@ def _inductor(tell) -> Iterator[None]:
     finally:
         callback_handler.remove_start_callback(started)
         callback_handler.remove_end_callback(ended)
+
+
+# Milliseconds for which a variant runs before it is measured, and while it is.
+_MEASURE = {"warmup": 5, "rep": 20}
+
+
+@contextmanager
+def tuned_in_threads() -> Iterator[None]:
+    """While the block runs, compile all variants of a kernel together before they are measured, each for a short time."""
+    if find_spec("triton") is None:
+        yield
+        return
+    import triton
+    from triton import testing
+    from triton.runtime.autotuner import Autotuner
+
+    mode, prune = getattr(triton, "AsyncCompileMode", None), getattr(Autotuner, "prune_configs", None)
+    if mode is None or prune is None:
+        logger.info("Variants of autotuned kernels are compiled one after the other: triton has no AsyncCompileMode.")
+        yield
+        return
+
+    with ThreadPoolExecutor(threads_of_this_process()) as pool:
+
+        def compile_all(self: Any, kwargs: dict[str, Any]) -> list[Any]:
+            configs = prune(self, kwargs)
+            # An error of a variant is raised, or left to the autotuner, when it is measured.
+            with suppress(Exception), mode(pool):
+                for config in configs if len(configs) > 1 else ():
+                    with suppress(Exception):
+                        self.fn.run(*self.nargs.values(), **{**kwargs, **config.all_kwargs(), "warmup": True})
+            return configs
+
+        methods: dict[str, Any] = {"prune_configs": compile_all}
+        found = vars(Autotuner).get("do_bench")
+        if isinstance(found, cached_property):
+
+            def measure(self: Any) -> Any:
+                function = found.func(self)
+                # What the author of a kernel set stays.
+                return partial(function, **_MEASURE) if function is testing.do_bench else function
+
+            methods["do_bench"] = property(measure)
+        with swapped(Autotuner, **methods):
+            yield

@@ -36,9 +36,8 @@ from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.families import LANGUAGE_MODELS, family_of
 from ..models.registry import inner_model
-from ..ops.autotuning import tuned_in_threads
 from ..ops.backends import flash_qla, flash_qla_kernels, tilelang_output
-from ..ops.compilations import Compilation, compilations
+from ..ops.compilations import Compilation, compilations, tuned_in_threads
 
 
 logger = logging.get_logger(__name__)

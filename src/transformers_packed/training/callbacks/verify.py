@@ -40,7 +40,7 @@ from ...errors import described, input_error, is_out_of_memory
 from ...models.cuda_graphs import without_graphs
 from ...models.losses import losses_of
 from ...models.registry import inner_model
-from ...ops.autotuning import tuned_in_threads
+from ...ops.compilations import tuned_in_threads
 from ..apply import Setup, undo
 from ..checks import say
 from ..compare import (
