@@ -32,23 +32,23 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _place(chunk_ptr, D: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the chunk, group and block of channels of a program, the chunk's first token and size, and the channels."""
+def _place(chunk_ptr, D: tl.constexpr, G: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr):
+    """Return the chunk, group and block of channels of a program, the chunk's first token and size, and the channels.
+
+    Then the numbers of a state, the offsets of those of the channels in a row of all states, and which of them exist.
+    """
     blocks: tl.constexpr = (D // G + BLOCK - 1) // BLOCK
     block = tl.program_id(0) % blocks
     group = tl.program_id(0) // blocks % G
     chunk = (tl.program_id(0) // (blocks * G)).to(tl.int64)
     start = tl.load(chunk_ptr + 2 * chunk).to(tl.int64)
-    channel = block * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < D // G
-    return chunk, group, block, start, tl.load(chunk_ptr + 2 * chunk + 1), group * (D // G) + channel, inside
-
-
-@triton.jit
-def _tile(channel, inside, N: tl.constexpr, STATES: tl.constexpr):
-    """Return the offsets of the states of some channels in a row of all states, and which of them exist."""
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < D // G
+    size = tl.load(chunk_ptr + 2 * chunk + 1)
+    channel = group * (D // G) + column
     n = tl.arange(0, STATES)
-    return channel[:, None] * N + n[None, :], inside[:, None] & (n < N)[None, :]
+    exists = inside[:, None] & (n < N)[None, :]
+    return chunk, group, block, start, size, channel, inside, n, channel[:, None] * N + n[None, :], exists
 
 
 @triton.jit
@@ -67,9 +67,7 @@ def _states(
 
     If `BACKWARD`, the gradients of the states before the chunks, with dy in place of x and `row` = C.
     """
-    chunk, group, _, start, size, d, inside = _place(chunk_ptr, D, G, BLOCK)
-    at, exists = _tile(d, inside, N, STATES)
-    n = tl.arange(0, STATES)
+    chunk, group, _, start, size, d, inside, n, at, exists = _place(chunk_ptr, D, G, N, BLOCK, STATES)
     a = tl.load(a_ptr + at, mask=exists, other=0.0).to(tl.float32) * _LOG2_E
     state = tl.zeros((BLOCK, STATES), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -133,9 +131,7 @@ def _output(
     x_ptr, x_stride, a_ptr, b_ptr, b_stride, c_ptr, c_stride, skip_ptr, chunk_ptr, step_ptr, state_ptr, y_ptr,
     D: tl.constexpr, G: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    chunk, group, _, start, size, d, inside = _place(chunk_ptr, D, G, BLOCK)
-    at, exists = _tile(d, inside, N, STATES)
-    n = tl.arange(0, STATES)
+    chunk, group, _, start, size, d, inside, n, at, exists = _place(chunk_ptr, D, G, N, BLOCK, STATES)
     a = tl.load(a_ptr + at, mask=exists, other=0.0).to(tl.float32) * _LOG2_E
     state = tl.load(state_ptr + chunk * (D * N) + at, mask=exists, other=0.0)
     skip = tl.load(skip_ptr + d, mask=inside, other=0.0).to(tl.float32)
@@ -161,9 +157,7 @@ def _gradient_of_reads(
     `read` `[T, D]` is that term, summed over the states with the rates. `end` `[chunks, D]` is the same sum of the gradient
     to the exponent after a chunk.
     """
-    chunk, group, block, start, size, d, inside = _place(chunk_ptr, D, G, BLOCK)
-    at, exists = _tile(d, inside, N, STATES)
-    n = tl.arange(0, STATES)
+    chunk, group, block, start, size, d, inside, n, at, exists = _place(chunk_ptr, D, G, N, BLOCK, STATES)
     rate = tl.load(a_ptr + at, mask=exists, other=0.0).to(tl.float32)
     a = rate * _LOG2_E
     state = tl.load(state_ptr + chunk * (D * N) + at, mask=exists, other=0.0)
@@ -196,9 +190,7 @@ def _gradient_of_writes(
     D: tl.constexpr, G: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
     """Write all other gradients, and replace those of the states by the second part of the gradient of A."""
-    chunk, group, block, start, size, d, inside = _place(chunk_ptr, D, G, BLOCK)
-    at, exists = _tile(d, inside, N, STATES)
-    n = tl.arange(0, STATES)
+    chunk, group, block, start, size, d, inside, n, at, exists = _place(chunk_ptr, D, G, N, BLOCK, STATES)
     rate = tl.load(a_ptr + at, mask=exists, other=0.0).to(tl.float32)
     a = rate * _LOG2_E
     dstate = tl.load(dstate_ptr + chunk * (D * N) + at, mask=exists, other=0.0)
