@@ -31,8 +31,7 @@ from .samples import (
     real_sample,
     refuse_missing,
 )
-from .trees import Parent, nodes_of, row_of
-from .trl_rows import is_trl_row, read_trl_row
+from .trees import Parent, is_trl_row, nodes_of, read_trl_row, row_of
 
 
 logger = logging.get_logger(__name__)
