@@ -1,9 +1,9 @@
 """Ops that isolate the documents of a packed row, and fused ops of the layers, each with a PyTorch reference.
 
 An op is a file with the public function, its reference and its `IMPLEMENTATIONS`; `dispatch.py` chooses one for each
-call. `backends/` has other packages' kernels and our own (`triton/`), and `terms/` what the output of a linear layer is a
-sum of. `per_document.py` makes any causal function an op, and `prompts.py` has the forms for shared prompts.
-`example.py` says what a training call would select, and `compilations.py` records which kernels are compiled.
+call, and says what a training call would select. `backends/` has other packages' kernels and our own (`triton/`), and
+`terms/` what the output of a linear layer is a sum of. `per_document.py` makes any causal function an op, and `prompts.py`
+has the forms for shared prompts. `compilations.py` records which kernels are compiled, and compiles variants in threads.
 """
 
 from . import prompts  # noqa: F401  the forms of the ops for rows with shared prompts
