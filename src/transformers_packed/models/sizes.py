@@ -219,7 +219,7 @@ def _mlp(text: PreTrainedConfig, number: int) -> int | Experts:
 
 
 def sizes_for_ops(config: PreTrainedConfig) -> dict[str, int]:
-    """Return the sizes of [`ops.example.Setting`] for any text model. What it does not have keeps its default."""
+    """Return the sizes of [`ops.dispatch.Setting`] for any text model. What it does not have keeps its default."""
     size = lambda name: getattr(config, name, None)  # noqa: E731
     key_dim, experts = size("linear_key_head_dim") or size("linear_head_dim"), size("num_experts")
     found = {
