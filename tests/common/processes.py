@@ -16,6 +16,7 @@ import runpy
 import socket
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
@@ -94,6 +95,17 @@ def run_processes(function, processes: int, *args, backend: str = "gloo") -> lis
         start = "spawn" if backend == "nccl" else "forkserver"
         mp.start_processes(_run, (function, processes, folder, args, backend), processes, start_method=start)
         return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(processes)]
+
+
+def errors_of(calls: Iterable[Callable]) -> list:
+    """The messages of the `ValueError` that each call raises, or what it returns, for checks in the test's process."""
+    found = []
+    for call in calls:
+        try:
+            found.append(call())
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
 def start_process(function, *args) -> multiprocessing.process.BaseProcess:

@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 from mixins.model import packed_batch
+from mixins.vision import EXPERTS
 from scripts.trainer_arms import TINY
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
@@ -20,12 +21,6 @@ SIZES = TINY | {
     "vocab_size": 97,
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-}
-EXPERTS = {
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
 }
 MODELS = {
     "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES)),

@@ -5,7 +5,7 @@ import unittest
 from importlib.metadata import version
 
 from mixins.model import total_relative_error
-from scripts.trainer_arms import CONFIGS
+from scripts.trainer_arms import CONFIGS, OPTIONS, updates_and_log
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.utils import is_datasets_available, is_peft_available
 from transformers.utils.import_utils import _is_package_available
@@ -14,19 +14,7 @@ from transformers_packed import registered
 
 
 HAS_TRL = _is_package_available("trl")[0] and is_datasets_available() and is_peft_available()
-SGD = {
-    "max_steps": 2,
-    "optim": "sgd",
-    "learning_rate": 0.3,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "bf16": False,
-    "disable_tqdm": True,
-}
+SGD = OPTIONS | {"max_steps": 2, "bf16": False}
 
 
 def build_model(arm: str, vocab_size: int):
@@ -41,10 +29,8 @@ def build_model(arm: str, vocab_size: int):
 
 def updates_and_losses(trainer):
     set_seed(0)  # GRPO's generated text depends on it
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    updates = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
-    return updates, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    updates, log = updates_and_log(trainer)
+    return updates, [entry["loss"] for entry in log]
 
 
 @unittest.skipUnless(HAS_TRL, 'needs trl, datasets and peft: pip install -e ".[dev]"; written for TRL 1.16.0')

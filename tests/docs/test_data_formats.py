@@ -46,7 +46,3 @@ class DataFormatsTest(unittest.TestCase):
     def test_preferences_are_those_of_trl(self):
         columns = [set(json.loads(line)) for name in ("Preferences", "Preferences 1") for line in SECTIONS[name]]
         self.assertEqual(columns, [{"prompt", "chosen", "rejected"}, {"prompt", "completion", "label"}])
-
-
-if __name__ == "__main__":
-    unittest.main()

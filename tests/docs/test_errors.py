@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from common.processes import errors_of
 from common.records import make_tokenizer
 from parameterized import parameterized
 from transformers import Trainer, TrainerState, TrainingArguments
@@ -51,17 +52,6 @@ def listed() -> dict[str, list[str]]:
         title, _, text = section.partition("\n")
         sections[title] = [found[2] for found in re.finditer(r"^\| (`+)(.+?)\1 \|", text, re.M)]
     return sections
-
-
-def raised(calls: Calls) -> list[str]:
-    """The messages of the errors that calls raise, or of the reasons that they return."""
-    messages = []
-    for call in calls:
-        try:
-            messages.append(call())
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
 
 
 def make_trainer(model=None, samples=SAMPLES, kind=Trainer, batch_size=8, **options) -> Trainer:
@@ -256,8 +246,4 @@ class ErrorsTest(unittest.TestCase):
 
     @parameterized.expand(SECTIONS.items())
     def test_messages(self, title, calls):
-        self.assertEqual(raised(calls()), listed()[title])
-
-
-if __name__ == "__main__":
-    unittest.main()
+        self.assertEqual(errors_of(calls()), listed()[title])

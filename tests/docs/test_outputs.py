@@ -45,7 +45,3 @@ class AuditTest(unittest.TestCase):
             self.skipTest(f"the page shows the output with Transformers {version}")
         self.assertEqual(lines(self.ours), lines(printed("audit", "qwen3_5_text")))
         self.assertEqual(lines(self.stock), lines(printed("audit", "qwen3_5_text", "--stock")))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -158,7 +158,3 @@ class BlocksTest(unittest.TestCase):
         except ZeroDivisionError as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
         self.assertEqual((last.filename, last.lineno), ("page.md", 11))
-
-
-if __name__ == "__main__":
-    unittest.main()

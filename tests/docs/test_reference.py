@@ -139,7 +139,3 @@ class CommandLineTest(unittest.TestCase):
                 parser.parse_args(words[2:])
                 self.assertIn(example, parser.format_help())
         self.assertEqual({name for name, parser in commands.items() if not parser.examples}, {"env"})
-
-
-if __name__ == "__main__":
-    unittest.main()

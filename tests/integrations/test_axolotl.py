@@ -91,11 +91,8 @@ class CollatorTest(unittest.TestCase):
 
 class PluginTest(unittest.TestCase):
     def setUp(self):
-        self.stock = dict(vars(builtin.Qwen3_5GatedDeltaNet)), dict(vars(builtin.Qwen3_5MLP))
-
-    def tearDown(self):
-        for cls, stock in zip((builtin.Qwen3_5GatedDeltaNet, builtin.Qwen3_5MLP), self.stock, strict=True):
-            cls.forward = stock["forward"]
+        for cls in (builtin.Qwen3_5GatedDeltaNet, builtin.Qwen3_5MLP):
+            self.addCleanup(setattr, cls, "forward", cls.forward)
 
     def test_undoes_the_changes_whose_work_it_does(self):
         stock = builtin.Qwen3_5GatedDeltaNet.forward

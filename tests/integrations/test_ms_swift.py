@@ -33,10 +33,8 @@ class HooksTest(unittest.TestCase):
     def setUp(self):
         classes = (builtin.Qwen3_5GatedDeltaNet, builtin_moe.Qwen3_5MoeGatedDeltaNet, builtin.Qwen3_5MLP)
         self.stock = {cls: cls.forward for cls in classes}
-
-    def tearDown(self):
         for cls, forward in self.stock.items():
-            cls.forward = forward
+            self.addCleanup(setattr, cls, "forward", forward)
 
     def load(self, model):
         loader = SimpleNamespace(model=model)

@@ -27,19 +27,24 @@ from transformers_packed import patch_model, registered
 from transformers_packed.models.mtp import declares_head, find_head
 
 
-STOCK = {
-    "dense": (Qwen3_5ForCausalLM, lambda: Qwen3_5TextConfig(**TINY, mtp_num_hidden_layers=1)),
-    "experts": (Qwen3_5MoeForCausalLM, lambda: Qwen3_5MoeTextConfig(**TINY, **EXPERTS, mtp_num_hidden_layers=1)),
-    "qwen3_next": (Qwen3NextForCausalLM, lambda: Qwen3NextConfig(**TINY, **EXPERTS, num_nextn_predict_layers=1)),
-    "composite": (
-        Qwen3_5ForConditionalGeneration,
-        lambda: Qwen3_5Config(**vision_config({**TINY, "mtp_num_hidden_layers": 1})),
-    ),
-    "composite experts": (
-        Qwen3_5MoeForConditionalGeneration,
-        lambda: Qwen3_5MoeConfig(**vision_config({**TINY, **EXPERTS, "mtp_num_hidden_layers": 1})),
-    ),
-}
+def stock_models(text: dict) -> dict:
+    """The class of each stock model that declares a head, and a function that builds its configuration."""
+    return {
+        "dense": (Qwen3_5ForCausalLM, lambda: Qwen3_5TextConfig(**text, mtp_num_hidden_layers=1)),
+        "experts": (Qwen3_5MoeForCausalLM, lambda: Qwen3_5MoeTextConfig(**text, **EXPERTS, mtp_num_hidden_layers=1)),
+        "qwen3_next": (Qwen3NextForCausalLM, lambda: Qwen3NextConfig(**text, **EXPERTS, num_nextn_predict_layers=1)),
+        "composite": (
+            Qwen3_5ForConditionalGeneration,
+            lambda: Qwen3_5Config(**vision_config({**text, "mtp_num_hidden_layers": 1})),
+        ),
+        "composite experts": (
+            Qwen3_5MoeForConditionalGeneration,
+            lambda: Qwen3_5MoeConfig(**vision_config({**text, **EXPERTS, "mtp_num_hidden_layers": 1})),
+        ),
+    }
+
+
+STOCK = stock_models(TINY)
 HEADS = {
     "dense": ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.down_proj.weight"],
     "split": [f"layers.0.mlp.experts.{i}.{name}_proj.weight" for i in range(4) for name in ("gate", "up", "down")],

@@ -126,7 +126,6 @@ class PackedVariantTesterMixin:
     logits_bar = 1e-5
     # In float32, the decay's gradients of the stock classes are up to 3.3e-5 from those in float64.
     decay_bar = 5e-5
-    lora_targets = ("q_proj", "v_proj", "out_proj")
     suppress_tokens = None
     # Parts of the names of parameters that are constants initially.
     constants: tuple[str, ...] = ("norm", "dt_bias")

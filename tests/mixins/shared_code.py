@@ -52,26 +52,6 @@ class SharedModelTesterMixin:
             relative_error(torch.stack(actual.scores)[finite], torch.stack(expected.scores)[finite]), self.logits_bar
         )
 
-    def test_peft_lora(self):
-        from peft import LoraConfig, get_peft_model
-
-        wrapped = []
-        for each in self.models():
-            set_seed(2)
-            config = LoraConfig(r=4, target_modules=list(self.lora_targets), init_lora_weights=False, lora_dropout=0.0)
-            wrapped.append(get_peft_model(each, config))
-        builtin, model = wrapped
-        logits, loss = self.alone(builtin)
-        packed = model(**packed_batch(self.documents))
-        self.assertLess(relative_error(packed.logits[0], torch.cat(logits)), self.logits_bar)
-        loss.backward()
-        packed.loss.backward()
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        want = {name: p.grad for name, p in builtin.named_parameters() if name in trained}
-        got = {name: p.grad for name, p in model.named_parameters() if name in trained}
-        self.assertGreater(len(trained), 0)
-        self.assertLess(total_relative_error(got, want), self.gradient_bar)
-
     def test_output_hidden_states(self):
         builtin, model = self.models()
         document = self.single(self.documents[-1])

@@ -1,7 +1,7 @@
 """Images and videos in packed rows, for every vision-language family. The oracle is the stock class, alone."""
 
 import torch
-from mixins.model import VOCAB_SIZE, PackedVariantTesterMixin, packed_batch, padded_batch, relative_error
+from mixins.model import VOCAB_SIZE, packed_batch, padded_batch, relative_error
 from parameterized import parameterized
 from torch.nn.utils.rnn import pad_sequence
 
@@ -98,7 +98,6 @@ class PackedVisionTesterMixin:
     decay_bar = 1e-4
     # A generated image token would require an image.
     suppress_tokens = (IMAGE, VIDEO, VISION_START, VISION_END)
-    lora_targets = (*PackedVariantTesterMixin.lora_targets, "qkv")
 
     @classmethod
     def setUpClass(cls):

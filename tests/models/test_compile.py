@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from common.families import documents
 from mixins.model import block_mask, gradients, packed_batch, padded_batch, relative_error, total_relative_error
 from mixins.vision import EXPERTS, TINY
 from parameterized import parameterized
@@ -27,11 +28,6 @@ FAMILIES = [
 
 # Where boundaries come from does not depend on the layers, and tracing takes most of the time.
 SHALLOW = {**TINY, "num_hidden_layers": 1, "layer_types": ["linear_attention"]}
-
-
-def make_documents(*lengths):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(1, 97, (n,), generator=generator) for n in lengths]
 
 
 class CompileTest(unittest.TestCase):
@@ -65,8 +61,8 @@ class CompileTest(unittest.TestCase):
         compiled = torch.compile(model, backend=backend)
         for source in sources:
             for lengths in ((1, 3, 65, 130), second):
-                batch = packed_batch(make_documents(*lengths), source)
-                batch["position_ids"] = packed_batch(make_documents(*lengths))["position_ids"]
+                batch = packed_batch(documents(lengths), source)
+                batch["position_ids"] = packed_batch(documents(lengths))["position_ids"]
                 expected = model(**batch)
                 expected_gradients = gradients(model, expected.loss)
                 torch._dynamo.utils.counters.clear()
@@ -79,18 +75,6 @@ class CompileTest(unittest.TestCase):
                 self.assertLess(total_relative_error(gradients(model, output.loss), expected_gradients), 1e-5)
         if cls is Qwen3_5ForCausalLM:
             self.assertEqual(ops, {"causal_conv1d_qkv", "gated_delta_rule", "attention"})
-
-    @pytest.mark.slow
-    def test_position_ids_alone(self):
-        """Documents are found outside of the graph, and one document is no packed row."""
-        model = self.model(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SHALLOW)).model.eval()
-        compiled = torch.compile(model, backend="eager")
-        for lengths in ((3, 9), (12,)):
-            batch = packed_batch(make_documents(*lengths), "position_ids")
-            del batch["labels"]
-            with torch.no_grad():
-                found, expected = (x(**batch, use_cache=False).last_hidden_state for x in (compiled, model))
-            self.assertLess(relative_error(found, expected), 1e-5)
 
     @pytest.mark.slow
     def test_other_sources(self):
@@ -106,13 +90,13 @@ class CompileTest(unittest.TestCase):
                 compiled(input_ids=input_ids, cu_seqlens=cu_seqlens)
 
         refuses()
-        for source in ("cu_seqlens", "seq_idx", "boundaries", "attention_mask"):
+        for source in ("cu_seqlens", "seq_idx", "boundaries", "attention_mask", "position_ids"):
             for middle in (3, 8):
                 # A buffer that is refilled.
                 cu_seqlens[1:] = torch.tensor([middle, 12])
                 boundaries = SequenceBoundaries.from_lengths([middle, 12 - middle])
                 told = {"cu_seqlens": cu_seqlens, "seq_idx": boundaries.seq_idx, "boundaries": boundaries}
-                told["attention_mask"] = block_mask((middle, 12 - middle))
+                told |= {"attention_mask": block_mask((middle, 12 - middle)), "position_ids": boundaries.position_ids}
                 with self.subTest(source, middle=middle), torch.no_grad():
                     expected = model(input_ids=input_ids, boundaries=boundaries).logits
                     actual = compiled(input_ids=input_ids, use_cache=False, **{source: told[source]}).logits
@@ -121,7 +105,7 @@ class CompileTest(unittest.TestCase):
 
     def test_export_of_an_unpacked_row(self):
         model = self.model(*FAMILIES[1][1:]).eval()
-        (row,) = make_documents(70)
+        (row,) = documents((70,))
         arguments = {"input_ids": row[None], "use_cache": False}
         exported = torch.export.export(model, (), arguments)
         self.assertLess(relative_error(exported.module()(**arguments).logits, model(**arguments).logits), 1e-6)
@@ -129,7 +113,7 @@ class CompileTest(unittest.TestCase):
     def test_export_of_a_padded_batch(self):
         """The graph computes padding, because it cannot depend on its position."""
         model = self.model(*FAMILIES[0][1:]).eval()
-        batch = {name: x for name, x in padded_batch(make_documents(70, 9), "right").items() if name != "labels"}
+        batch = {name: x for name, x in padded_batch(documents((70, 9)), "right").items() if name != "labels"}
         batch["use_cache"] = False
         with mock.patch.object(PaddedBatch, "from_attention_mask") as looked:
             exported = torch.export.export(model, (), batch)
@@ -143,7 +127,7 @@ class CompileTest(unittest.TestCase):
     def test_compiled_padded_batch(self):
         """It is no packed row, so its graph needs no break, also with position ids."""
         model = self.model(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SHALLOW)).model.eval()
-        batch = {**padded_batch(make_documents(12, 9), "right"), "position_ids": torch.arange(12).expand(2, 12)}
+        batch = {**padded_batch(documents((12, 9)), "right"), "position_ids": torch.arange(12).expand(2, 12)}
         real = batch.pop("labels") != -100
         with torch.no_grad(), mock.patch.object(PaddedBatch, "from_attention_mask") as looked:
             compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -6,22 +6,15 @@ import tempfile
 import unittest
 
 import torch
-from common.trl_trainers import HAS_TRL
-from mixins.model import total_relative_error
+from mixins.model import gradients, total_relative_error
 from parameterized import parameterized
 from scripts.mtp_run import BATCH, build
 from scripts.trainer_arms import OPTIONS, TINY, Samples, collate_padded, updates_and_log
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 
-from transformers_packed import DataCollatorWithFlattening, configure_packing, patch_model
+from transformers_packed import DataCollatorWithFlattening, patch_model
 from transformers_packed.models.losses import OWN
 from transformers_packed.models.losses.loss import DivergenceLoss
-
-
-if HAS_TRL:
-    from datasets import Dataset
-    from scripts.configured_arms import tokenizer
-    from trl import SFTConfig, SFTTrainer
 
 
 SAMPLES = Samples().rows[:5]
@@ -42,12 +35,6 @@ def make_loss(**options):
 
 def packed(samples):
     return DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")(samples)
-
-
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {name: x.grad.clone() for name, x in model.named_parameters()}
 
 
 def alone(model, samples):
@@ -124,28 +111,3 @@ class TrainerTest(unittest.TestCase):
         self.assertAlmostEqual(0.7 * log[0]["divergence"], alone(model, samples).item(), places=3)
         self.assertIn("trains with 0.7 x the loss of the divergence from a teacher", said)
         self.assertIn("Verified packing", said)
-
-    @unittest.skipUnless(HAS_TRL, "needs trl and datasets")
-    def test_sft_trainer(self):
-        """Beside the scores of TRL, from which it computes its own loss."""
-        expected, log, _ = self.trained((*OWN, make_loss()))
-        model = make_model()
-        model.losses = (*OWN, make_loss())
-        args = SFTConfig(
-            self.folder,
-            max_steps=1,
-            per_device_train_batch_size=BATCH,
-            gradient_accumulation_steps=2,
-            train_sampling_strategy="sequential",
-            bf16=False,
-            gradient_checkpointing=False,
-            **OPTIONS,
-        )
-        data = Dataset.from_list(Samples().rows)
-        trainer = SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer())
-        with contextlib.redirect_stdout(io.StringIO()):
-            configure_packing(trainer, "padding_free", verify=False)
-            updates, found = updates_and_log(trainer)
-        self.assertLess(total_relative_error(updates, expected), 1e-5)
-        for name in ("loss", "divergence"):
-            self.assertAlmostEqual(found[0][name], log[0][name], places=3)

@@ -469,6 +469,7 @@ class RefusalTest(unittest.TestCase):
         self.assertFalse(check_patch(model))
         self.assertIs(patch_model(model), model)
         self.assertEqual(ours(model), set())
+        self.assertIs(unpatch_model(model), model)
 
     def test_decisions_agree_with_the_measurement(self):
         """The tables are maintained by hand, the matrix is written by `make support-matrix`."""

@@ -108,23 +108,20 @@ class ChosenLayersTest(Float8TestCase):
     def names(self, paths, *numbers):
         return {f"model.layers.{i}.{path}" for i in numbers for path in paths}
 
-    def test_qwen3_5(self):
-        """All layers of a decoder layer, but the gates; neither the first nor the last decoder layer, nor the head."""
-        model = use_float8(make(layers=LAYERS))
-        mlp = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-        rule = [f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")]
+    @parameterized.expand(
+        [("qwen3_5", "mlp", ["in_proj_qkv", "in_proj_z"]), ("qwen3_next", "mlp.shared_expert", ["in_proj_qkvz"])]
+    )
+    def test_by_default(self, family, mlp, projections):
+        """All layers of a decoder layer, but the gates, routers and routed experts; neither the first nor the last
+        decoder layer, nor the head.
+        """
+        model = use_float8(make(family, LAYERS))
+        mlp = [f"{mlp}.{name}_proj" for name in ("gate", "up", "down")]
+        rule = [f"linear_attn.{name}" for name in (*projections, "out_proj")]
         attention = [f"self_attn.{name}_proj" for name in "qkvo"]
         self.assertEqual(chosen(model), self.names(mlp + rule, 1) | self.names(mlp + attention, 2))
         for count in (1, 2):
-            self.assertEqual(chosen(use_float8(make(layers=LAYERS[:count]))), set())
-
-    def test_qwen3_next(self):
-        """The shared expert, but neither routed experts nor the routers."""
-        model = use_float8(make("qwen3_next", LAYERS))
-        mlp = [f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")]
-        rule = ["linear_attn.in_proj_qkvz", "linear_attn.out_proj"]
-        attention = [f"self_attn.{name}_proj" for name in "qkvo"]
-        self.assertEqual(chosen(model), self.names(mlp + rule, 1) | self.names(mlp + attention, 2))
+            self.assertEqual(chosen(use_float8(make(family, LAYERS[:count]))), set())
 
     @parameterized.expand([("before",), ("after",)])
     def test_adapters(self, order):
@@ -447,14 +444,6 @@ class KeptTest(Float8TestCase):
             loaded = Qwen3_5ForCausalLM.from_pretrained(folder).train()
         self.assertEqual(chosen(loaded), set())
         self.assertTrue(same(result(loaded), result(plain)))
-
-    def test_other_settings_after_it(self):
-        """Adapters, other dtypes and devices keep the choice."""
-        model = use_float8(make(), supported)
-        names = chosen(model)
-        self.assertEqual(chosen(patch_model(model.bfloat16().float())), names)
-        result(model.eval().train())
-        self.assertIn("linear_float8", implementations_used())
 
     def test_recorded_graphs_are_dropped(self):
         """Graphs that were recorded before hold the earlier products."""

@@ -181,8 +181,10 @@ class InstalledTest(unittest.TestCase):
         # A model of our class still needs its part.
         self.assertEqual([bool(table.installed) for table in TABLES], [True, True, False])
         self.assertFalse(modeling_auto.AutoModelForCausalLM._model_mapping._extra_content)
-        unpatch_model(model)
+        self.assertIs(type(unpatch_model(model)), Qwen3_5ForCausalLM)
         self.check_libraries(before)
+        ids = torch.arange(1, 9)[None]
+        self.assertEqual(len(model(ids, output_hidden_states=True).hidden_states), 3)
         register()
         unregister()
         self.check_libraries(before)

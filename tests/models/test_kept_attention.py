@@ -1,7 +1,5 @@
 """Gradient checkpointing that does not compute attention again."""
 
-import json
-import tempfile
 import unittest
 from collections import Counter
 
@@ -13,9 +11,8 @@ from mixins.patch import documents
 from parameterized import parameterized
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer, TrainingArguments
 
-from transformers_packed import configure_packing, patch_model
+from transformers_packed import patch_model
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops.attention import keeping_attention
 
@@ -118,27 +115,3 @@ class KeptAttentionTest(unittest.TestCase):
             model.activation_checkpointing_enable(options)
             function = model.model.layers[0]._gradient_checkpointing_func
             self.assertEqual(function.keywords, {"use_reentrant": False})
-
-    def test_trains_in_a_trainer(self):
-        """The check before the first step takes several backwards, and the arguments are logged as JSON."""
-        losses = []
-        for options in ({"use_reentrant": False}, KEPT):
-            with tempfile.TemporaryDirectory() as folder:
-                model = patch_model(builtin_model("qwen3_5"))
-                args = TrainingArguments(
-                    folder,
-                    activation_checkpointing=True,
-                    activation_checkpointing_kwargs=options,
-                    max_steps=2,
-                    logging_steps=1,
-                    report_to="none",
-                    use_cpu=True,
-                )
-                rows = [{"input_ids": x.tolist(), "labels": x.tolist()} for x in documents() * 4]
-                trainer = Trainer(model, args, train_dataset=rows)
-                configure_packing(trainer, True, max_length=160)
-                trainer.train()
-                self.assertEqual(json.loads(args.to_json_string())["activation_checkpointing_kwargs"], options)
-                losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        self.assertEqual(*losses)
-        self.assertEqual(len(losses[0]), 2)

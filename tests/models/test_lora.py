@@ -189,15 +189,6 @@ class AdapterStatesTest(TorchFormsTestCase):
             for module in model.modules():
                 self.assertFalse(isinstance(module, LoraLayer) and module.merged)
 
-    def test_merge_and_unload(self):
-        builtin, ours = self.models({})
-        logits = self.check_equal(builtin, ours)[2][0]
-        builtin, ours = builtin.merge_and_unload(), ours.merge_and_unload()
-        _, _, (same, _, _) = self.check_equal(builtin, ours)
-        torch.testing.assert_close(same, logits, rtol=1e-3, atol=1e-4)
-        for (name, got), expected in zip(ours.state_dict().items(), builtin.state_dict().values(), strict=True):
-            self.assertTrue(torch.equal(got, expected), name)
-
     @skipIf(NEEDS_NEWER_PEFT, f"Transformers {RELEASE} adds adapters with a newer PEFT only")
     def test_an_adapter_that_is_added_later(self):
         """To the model itself, as Transformers does it, and to a patched model."""
@@ -254,19 +245,6 @@ class AdapterStatesTest(TorchFormsTestCase):
         self.assertLess(relative_error(output.loss.detach(), loss), self.bar)
         self.assertEqual(own.keys(), gradients.keys())
         self.assertLess(total_relative_error(own, gradients), self.bar)
-
-    def test_generation(self):
-        builtin, ours = self.models({}, {})
-        prompts = torch.tensor([[0, 0, 4, 9, 11], [7, 6, 5, 4, 3]])
-        arguments = {"attention_mask": (prompts != 0).long(), "max_new_tokens": 12, "do_sample": False}
-        for adapters in (["default"], ["default", "1"]):
-            outputs = []
-            for model in (builtin.eval(), ours.eval()):
-                model.base_model.set_adapter(adapters)
-                with recorded(model) as (fused, called):
-                    outputs.append(model.generate(input_ids=prompts, **arguments))
-            self.assertTrue(torch.equal(*outputs))
-            self.assertTrue(fused and not called)
 
     @parameterized.expand(["arrow", "xlora"])
     def test_adapters_that_a_router_mixes(self, name):

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 from common.families import documents, tiny_model
-from mixins.model import alone, gradients, packed_batch, padded_batch, relative_error, total_relative_error
+from mixins.model import alone, gradients, packed_batch, relative_error, total_relative_error
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 from peft import LoraConfig, get_peft_model
@@ -142,19 +142,6 @@ class MixersTest(unittest.TestCase):
         self.assertEqual(implementations_used()[ROWS[family]], ["row"])
         self.assertEqual(len(seen) % (len(LENGTHS) + 1), 0)
         self.assertGreater(len(seen), 0)
-
-    @parameterized.expand(["bamba", "lfm2", "mamba"])
-    def test_padded_batches_and_caches_run_the_stock_forward(self, family):
-        stock = tiny_model(family).eval()
-        model = patch_model(copy.deepcopy(stock))
-        batch = padded_batch(documents(LENGTHS), "left")
-        with mock.patch.dict(mixers.ROWS, dict.fromkeys(mixers.ROWS, mock.Mock(side_effect=AssertionError))):
-            with torch.no_grad():
-                self.assertTrue(torch.equal(model(**batch).logits, stock(**batch).logits))
-                found = [x(batch["input_ids"][:1], use_cache=True).logits for x in (model, stock)]
-            self.assertTrue(torch.equal(*found))
-            with self.assertRaises(AssertionError):
-                model(**packed_batch(documents(LENGTHS)))
 
     @parameterized.expand(ATTENTION)
     def test_attention_runs_on_the_documents(self, family):

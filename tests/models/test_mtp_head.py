@@ -7,20 +7,16 @@ from pathlib import Path
 import torch
 from common.families import tiny_model
 from common.processes import ROWS, run_once
-from mixins.model import VOCAB_SIZE, gradients, relative_error, total_relative_error
-from mixins.vision import EXPERTS, TEXT, alone_batch, document, vision_config
+from mixins.kept_head import stock_models
+from mixins.model import VOCAB_SIZE, gradients, padded_batch, relative_error, total_relative_error
+from mixins.vision import TEXT, alone_batch, document
 from parameterized import parameterized
 from safetensors.torch import load_file, save_file
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
-    Qwen3_5Config,
     Qwen3_5ForCausalLM,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
     modeling_layers,
     set_seed,
 )
@@ -35,13 +31,7 @@ from transformers_packed.parallel import SequenceParallel, shard_batch
 
 # Older releases have none.
 MtpModel = getattr(modeling_layers, "MtpModel", None)
-HEAD = {"mtp_num_hidden_layers": 1}
-FAMILIES = {
-    "dense": (Qwen3_5ForCausalLM, lambda: Qwen3_5TextConfig(**TEXT, **HEAD)),
-    "experts": (Qwen3_5MoeForCausalLM, lambda: Qwen3_5MoeTextConfig(**TEXT, **EXPERTS, **HEAD)),
-    "qwen3_next": (Qwen3NextForCausalLM, lambda: Qwen3NextConfig(**TEXT, **EXPERTS, num_nextn_predict_layers=1)),
-    "composite": (Qwen3_5ForConditionalGeneration, lambda: Qwen3_5Config(**vision_config({**TEXT, **HEAD}))),
-}
+FAMILIES = {name: found for name, found in stock_models(TEXT).items() if name != "composite experts"}
 LENGTHS = (7, 1, 2, 66, 3, 20)
 
 
@@ -73,16 +63,10 @@ def packed(samples):
 
 
 def padded(samples, side):
-    length = max(len(sample["input_ids"]) for sample in samples)
-    batch = {}
-    for name, fill in (("input_ids", 0), ("labels", -100), ("attention_mask", 0)):
-        rows = [sample.get(name, [1] * len(sample["input_ids"])) for sample in samples]
-        if name == "labels" and side == "left":
-            # Otherwise the padding before the first token would predict it.
-            rows = [[-100, *row[1:]] for row in rows]
-        fills = [[fill] * (length - len(row)) for row in rows]
-        batch[name] = torch.tensor([f + r if side == "left" else r + f for f, r in zip(fills, rows, strict=True)])
-    return batch
+    batch = padded_batch([torch.tensor(sample["input_ids"]) for sample in samples], side)
+    # Otherwise the padding before the first token would predict it.
+    labels = [torch.tensor([-100, *sample["labels"][1:]]) for sample in samples]
+    return batch | {"labels": pad_sequence(labels, batch_first=True, padding_value=-100, padding_side=side)}
 
 
 def targets_of(samples):
@@ -392,7 +376,7 @@ class CheckpointTest(unittest.TestCase):
         self.assertRaisesRegex(ValueError, words, add_mtp, model)
 
     def test_other_models_are_refused(self):
-        stock = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TEXT, **HEAD))
+        stock = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TEXT, mtp_num_hidden_layers=1))
         self.assertRaisesRegex(ValueError, "Call register\\(\\)", add_mtp, stock)
         # Its heads read several streams of hidden states.
         other = patch_model(tiny_model("qwen4_exp"))

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from unittest import mock
 
 import torch
-from mixins.model import total_relative_error
+from mixins.model import packed_batch, total_relative_error
 from parameterized import parameterized
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
@@ -127,11 +127,7 @@ class FusedQuantizedLayersTest(QuantizationTest):
 
     def step(self, model, fused, autocast):
         """Return the logits and the gradients of a packed row, and the number of calls of the fused op."""
-        row = torch.arange(sum(LENGTHS))[None] % 90 + 1
-        starts = torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)
-        labels = row.clone()
-        labels[0, starts] = -100
-        batch = {"input_ids": row, "labels": labels, "cu_seqlens": torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)])}
+        batch = packed_batch((torch.arange(sum(LENGTHS)) % 90 + 1).split(LENGTHS), "cu_seqlens")
         model.zero_grad()
         triton, shared = "transformers_packed.ops.backends.triton", projections.fused_linears
         with (

@@ -13,7 +13,7 @@ from parameterized import parameterized
 from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers.models.auto import modeling_auto
 
-from transformers_packed import DataCollatorWithFlattening, patch_model, registered, unpatch_model
+from transformers_packed import DataCollatorWithFlattening, patch_model, registered
 from transformers_packed.models import families
 from transformers_packed.models.family import Mixers, Unpacked
 from transformers_packed.models.generic import language_models
@@ -84,15 +84,6 @@ class WholeModelTest(unittest.TestCase):
         self.assertFalse(has_our_classes(model))
         with self.assertRaisesRegex(ValueError, "subclass or copy of a stock class, .*Head"):
             check_patch(model)
-
-    def test_half_a_model(self):
-        family = "qwen3_5"
-        model = builtin_model(family, HEADS[family], COMPOSITE[family])
-        patch_model(model.model.language_model)
-        self.assertFalse(has_our_classes(model))
-        self.assertTrue(check_patch(model))
-        self.check_whole(patch_model(model))
-        self.assertFalse(has_our_classes(unpatch_model(model)))
 
     @parameterized.expand(
         [("lfm2_vl", "patched"), ("minicpmv4_6", "registered"), ("lfm2_vl", "built"), ("minicpmv4_6", "half")]

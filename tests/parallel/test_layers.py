@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from common.processes import ROWS, run_once, run_processes
+from common.processes import ROWS, errors_of, run_once, run_processes
 from parameterized import parameterized
 from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
 
@@ -175,19 +175,14 @@ def _run_rest():
     shard = shard_of(ROWS["cut"])
     tensors, _ = _rule_inputs(torch.Generator().manual_seed(0))
     _rule([x[:, shard.start : shard.start + 12] for x in tensors], [], shard)
-    names, messages = implementations_used()["gated_delta_rule"], []
+    names = implementations_used()["gated_delta_rule"]
     calls = [lambda: ops.causal_conv1d(torch.ones(1, 2, 1), torch.ones(1, 4), boundaries=shard_of([4]))]
     for case in ("rule by heads", "sdpa attention over 1 by heads"):
         methods, make, op = CASES[case]
         # Three heads for two ranks.
         tensors = [torch.cat([x[:, :12, :1]] * 3, dim=2) for x in make(torch.Generator().manual_seed(0))[0]]
         calls.append(functools.partial(op, tensors, [], shard_of([24], **methods)))
-    for call in calls:
-        try:
-            call()
-        except ValueError as error:
-            messages.append(str(error))
-    return alone, names, messages
+    return alone, names, errors_of(calls)
 
 
 class WayOfTheStatesTest(unittest.TestCase):

@@ -1,25 +1,19 @@
 """PEFT's adapters in fused layers, experts, and products in float8, with DDP, FSDP2 and sequence parallelism, in two processes on a CPU."""
 
 import unittest
-from unittest import mock
 
 import torch
 from common.processes import run_once
 from common.sharded import LENGTHS, batch, wrapped_by
 from mixins.lora import all_linear, builtin_model, recorded
 from mixins.model import total_relative_error
+from mixins.patch import on_a_gpu
 from parameterized import parameterized
 from torch import distributed
 
 from transformers_packed import patch_model, use_float8
 from transformers_packed.ops import implementations_used
 from transformers_packed.parallel import SequenceParallel, shard_batch
-
-
-def on_a_gpu():
-    """The layers choose what they fuse on a GPU, in torch forms."""
-    triton = "transformers_packed.ops.backends.triton"
-    return mock.patch.multiple(triton, on_gpu=lambda tensor: True, problem=lambda: "are left out here")
 
 
 def make(family: str) -> torch.nn.Module:

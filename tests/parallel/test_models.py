@@ -1,12 +1,11 @@
 """Whole models on parts of a row: losses and gradients, summed over ranks, are those of the row in one process."""
 
 import unittest
-from itertools import product
 
 import pytest
 import torch
 from common.families import tiny_config
-from common.processes import EXPERTS, ROWS, run_once, run_processes
+from common.processes import EXPERTS, ROWS, errors_of, run_once, run_processes
 from mixins.model import VOCAB_SIZE, gradients, total_relative_error
 from mixins.patch import OTHERS
 from mixins.vision import TEXT
@@ -106,26 +105,6 @@ def _run_all(size):
     return results
 
 
-def _run_frozen(size):
-    """Return gradients if only one kind of parameter is trained, so that layers below the first of them need none."""
-    results = {}
-    for arm in product(
-        ("aligned", "cut", "one long", "many short"),
-        ("dt_bias", "in_proj_b", "layers.1.self_attn.v_proj", "lm_head"),
-        (None, "gather"),
-        (False, True),
-    ):
-        row, trained, attention, checkpointing = arm
-        parallel, model = SequenceParallel(size, attention=attention), make_model("dense")
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(trained in name)
-        batch = _batch(row)
-        inputs = shard_batch(batch, parallel.rank, size, parallel=parallel)
-        _loss(model, {"use_reentrant": False} if checkpointing else None, inputs, _targets(batch)).backward()
-        results[arm] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return results
-
-
 def _run_errors():
     parallel = SequenceParallel(2)
     shard = RowShard.cut(SequenceBoundaries.from_lengths([8]), parallel.rank, 2, parallel)
@@ -139,13 +118,7 @@ def _run_errors():
         lambda: experts(input_ids=tokens, labels=tokens, shift_labels=tokens, boundaries=shard),
     ]
     dense.set_attn_implementation("eager")
-    messages = []
-    for call in calls:
-        try:
-            call()
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    return errors_of(calls)
 
 
 def arms(size):
@@ -180,19 +153,6 @@ class ParallelModelTest(unittest.TestCase):
         for name in expected:
             error = (actual[name] - expected[name]).norm() / (expected[name].norm() + 1e-9)
             self.assertLess(error.item(), 1e-6, name)
-
-    @pytest.mark.slow
-    def test_frozen_parameters(self):
-        parts = run_processes(_run_frozen, 2, 2)
-        for arm in parts[0]:
-            row, trained, *_ = arm
-            batch, model = _batch(row), make_model("dense")
-            _loss(model, None, batch, _targets(batch)).backward()
-            actual = {name: sum(part[arm][name] for part in parts) for name in parts[0][arm]}
-            expected = {name: p.grad for name, p in model.named_parameters() if trained in name}
-            with self.subTest(arm=arm):
-                self.assertEqual(set(actual), set(expected))
-                self.assertLess(total_relative_error(actual, expected), 1e-6)
 
     def test_what_cannot_be_is_refused(self):
         for messages in run_processes(_run_errors, 2):

@@ -4,7 +4,7 @@ import unittest
 
 import pytest
 import torch
-from common.processes import EXPERTS, run_once, run_processes
+from common.processes import EXPERTS, errors_of, run_once, run_processes
 from mixins.model import total_relative_error
 from mixins.vision import TEXT, document, vision_config
 from parameterized import parameterized
@@ -93,13 +93,7 @@ def run_errors():
         lambda: model(**{**part, "boundaries": RowShard.cut(row, parallel.rank, 2, parallel)}),
         lambda: model(**{**part, "boundaries": shard_batch(batch, parallel.rank, 2)["boundaries"]}),
     ]
-    messages = []
-    for call in calls:
-        try:
-            call()
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    return errors_of(calls)
 
 
 class ParallelVisionTest(unittest.TestCase):

@@ -73,11 +73,11 @@ class FamiliesTest(unittest.TestCase):
         model, rows = tiny_model(family), documents((9, 1, 20, 5))
         with mock.patch.object(model.config.get_text_config(), "use_cache", False, create=True):
             logits, loss = alone(model, rows)
-            expected = gradients_of(model, loss)
+            expected = gradients(model, loss)
             output = model(**packed_batch(rows))
         self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
         self.assertLess(abs(output.loss.item() - loss.item()), 1e-5 * loss.item())
-        actual = gradients_of(model, output.loss)
+        actual = gradients(model, output.loss)
         self.assertEqual(set(actual), set(expected))
         self.assertLess(total_relative_error(actual, expected), 1e-4)
 
@@ -90,12 +90,6 @@ class FamiliesTest(unittest.TestCase):
     def test_audit_refused(self, model_type):
         report = audit_model(tiny.tiny_model(model_type), lengths=[65, 1, 130, 3, 64], inputs=("all",))
         self.assertEqual(report.sources["all"].verdict, "refused", report.table())
-
-
-def gradients_of(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 class VisionTest(unittest.TestCase):

@@ -14,7 +14,9 @@ from unittest import TestCase
 import torch
 from common.families import tiny_config
 from common.processes import run_script
+from mixins import vision
 from mixins.patch import OTHERS
+from mixins.vision import EXPERTS
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Trainer, TrainingArguments, set_seed
@@ -22,27 +24,12 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfi
 import transformers_packed
 
 
-TINY = {
+TINY = vision.TINY | {
     "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
     "initializer_range": 0.02,
-    "pad_token_id": 0,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
 }
 CONFIGS = {
     "qwen3_5": lambda: Qwen3_5TextConfig(**TINY),
