@@ -13,6 +13,10 @@ def batch(rank: int) -> dict:
     return packed_batch([torch.arange(1 + rank, n + 1 + rank) for n in LENGTHS[rank]], "cu_seqlens")
 
 
+def targets_of(batch: dict) -> int:
+    return int((batch["labels"][..., 1:] != -100).sum())
+
+
 def wrapped_by(kind: str, model: torch.nn.Module) -> torch.nn.Module:
     """The model in `ddp`, or sharded by `fsdp2`, or by `fsdp2_resharded` after each forward of a layer."""
     if kind == "ddp":

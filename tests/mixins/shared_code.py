@@ -156,24 +156,6 @@ class SharedModelTesterMixin:
         self.assertEqual(packed.logits.shape[-1], VOCAB_SIZE + 7)
         self.assertLess(relative_error(packed.logits[0], torch.cat(logits)), self.logits_bar)
 
-    def test_padding_beside_position_ids_alone(self):
-        """By default the collator returns only position ids and padding_tokens for padded rows."""
-        _, model = self.models()
-        outputs = {}
-        for source in ("position_ids", "all"):
-            batch = packed_batch(self.documents, source, model=model, pad_to_multiple_of=64, pad_token_id=0)
-            self.assertGreater(batch["padding_tokens"], 0)
-            options = {"output_router_logits": True} if self.is_moe else {}
-            outputs[source] = model(**batch, **options)
-        for name in ("logits", "loss", *(["aux_loss"] if self.has_router_loss else [])):
-            self.assertTrue(torch.equal(outputs["position_ids"][name], outputs["all"][name]), name)
-        batch["padding_tokens"] += 1
-        for name in set(batch) - {"input_ids", "labels", "position_ids", "padding_tokens"}:
-            if not name.startswith(("pixel", "image", "video", "mm_")):
-                batch.pop(name)
-        with self.assertRaisesRegex(ValueError, "padding_tokens of 0 or"):
-            model(**batch)
-
     def test_attention_that_is_not_causal(self):
         """A padded batch attends in both directions, as in the stock model. A packed row is refused."""
         batch = self.padded(self.documents, "right")

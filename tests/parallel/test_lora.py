@@ -4,7 +4,7 @@ import unittest
 
 import torch
 from common.processes import run_once
-from common.sharded import LENGTHS, batch, wrapped_by
+from common.sharded import LENGTHS, batch, targets_of, wrapped_by
 from mixins.lora import all_linear, builtin_model, recorded
 from mixins.model import total_relative_error
 from mixins.patch import on_a_gpu
@@ -52,15 +52,11 @@ def run_on_parts(family: str) -> tuple[dict, int]:
         model, parallel, row = make(family).train(), SequenceParallel(2), batch(0)
         inputs = shard_batch(row, parallel.rank, 2, parallel=parallel)
         with recorded(model) as (fused, called):
-            loss = model(**inputs, num_items_in_batch=targets(row)).loss
+            loss = model(**inputs, num_items_in_batch=targets_of(row)).loss
         loss.backward()
         # The router and the gate of the shared expert are called.
         assert all(name.endswith("gate") for name in called), called
         return gradients(model), len(fused)
-
-
-def targets(row: dict) -> int:
-    return int((row["labels"][..., 1:] != -100).sum())
 
 
 class ShardedTrainingTest(unittest.TestCase):
@@ -81,7 +77,7 @@ class ShardedTrainingTest(unittest.TestCase):
     @parameterized.expand(["qwen3_5", "experts"])
     def test_parts_of_a_row(self, family):
         model = make(family).train()
-        model(**batch(0), use_cache=False, num_items_in_batch=targets(batch(0))).loss.backward()
+        model(**batch(0), use_cache=False, num_items_in_batch=targets_of(batch(0))).loss.backward()
         expected = gradients(model)
         (first, fused), (second, _) = run_once(run_on_parts, 2, family)
         self.assertTrue(fused > 10 or family == "experts")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from common.families import tiny_config
 from common.processes import EXPERTS, ROWS, errors_of, run_once, run_processes
+from common.sharded import targets_of
 from mixins.model import VOCAB_SIZE, gradients, total_relative_error
 from mixins.patch import OTHERS
 from mixins.vision import TEXT
@@ -87,10 +88,6 @@ def _loss(model, checkpointing, inputs, targets):
     return model(**inputs, num_items_in_batch=targets).loss
 
 
-def _targets(batch):
-    return int((batch["labels"][..., 1:] != -100).sum())
-
-
 def _run_all(size):
     results = {}
     for case, (name, methods, sizes, checkpointing) in CASES.items():
@@ -100,7 +97,7 @@ def _run_all(size):
         for row in rows_of(case):
             batch, model = _batch(row), make_model(name)
             inputs = shard_batch(batch, parallel.rank, size, parallel=parallel)
-            loss = _loss(model, checkpointing, inputs, _targets(batch))
+            loss = _loss(model, checkpointing, inputs, targets_of(batch))
             results[case, row] = loss.item(), gradients(model, loss)
     return results
 
@@ -143,7 +140,7 @@ class ParallelModelTest(unittest.TestCase):
 
     def check(self, case, row, size):
         batch, model = _batch(row), make_model(CASES[case][0])
-        loss = _loss(model, None, batch, _targets(batch))
+        loss = _loss(model, None, batch, targets_of(batch))
         expected = gradients(model, loss)
         parts = [results[case, row] for results in run_once(_run_all, size, size)]
         self.assertAlmostEqual(sum(part[0] for part in parts), loss.item(), delta=2e-6 * loss.item())

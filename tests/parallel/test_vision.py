@@ -5,6 +5,7 @@ import unittest
 import pytest
 import torch
 from common.processes import EXPERTS, errors_of, run_once, run_processes
+from common.sharded import targets_of
 from mixins.model import total_relative_error
 from mixins.vision import TEXT, document, vision_config
 from parameterized import parameterized
@@ -58,10 +59,6 @@ def compute(model, inputs, targets, checkpointing=None):
     loss = model(**inputs, num_items_in_batch=targets).loss
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, patches
-
-
-def targets_of(batch):
-    return int((batch["labels"][..., 1:] != -100).sum())
 
 
 def run_all(size):
