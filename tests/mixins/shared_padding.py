@@ -7,15 +7,16 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from mixins.model import gradients, other_masks, relative_error, total_relative_error
+from mixins.model import VOCAB_SIZE, gradients, other_masks, padded_batch, relative_error, total_relative_error
 from mixins.padding import computed_tokens, without_packing
 from parameterized import parameterized
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from transformers_packed import prefix_tree
 from transformers_packed.models import padding
-from transformers_packed.models.padding import why_padded
+from transformers_packed.models.padding import PaddedBatch, why_padded
 
 
 AttentionInterface.register("attention_of_the_users_own", sdpa_attention_forward)
@@ -27,6 +28,33 @@ class SharedPaddingTesterMixin:
 
     def test_shared_prompts_on_the_left(self):
         self.check_shared(*self.shared_batch("left"), "eager")
+
+    def tree_batch(self, levels: int, side: str) -> tuple[dict, int]:
+        """Return a padded batch of documents that branch at each level, and its tokens without repetition.
+
+        With four levels, each but the last document leaves a conversation after one of its turns.
+        """
+        generator = torch.Generator().manual_seed(levels)
+
+        def tokens(length):
+            return torch.randint(1, VOCAB_SIZE, (length,), generator=generator)
+
+        def grow(beginning, level):
+            if level == levels:
+                return [torch.cat([beginning, tokens(2 + level)])]
+            # The first tokens of the branches differ.
+            turns = [torch.cat([beginning, torch.tensor([k]), tokens(6)]) for k in range(2)]
+            return [*grow(turns[0], levels if levels == 4 else level + 1), *grow(turns[1], level + 1)]
+
+        documents = [tokens(9), *grow(tokens(66), 0)]
+        batch = padded_batch(documents[1:] + documents[:1], side)
+        beginnings = {tuple(document[:n].tolist()) for document in documents for n in range(1, len(document) + 1)}
+        return batch, len(beginnings)
+
+    @parameterized.expand([(2, "right"), (3, "left"), (4, "right")])
+    def test_levels_of_prompts(self, levels, side):
+        with mock.patch.object(prefix_tree, "_LEAST_SAVED", 1):
+            self.check_shared(*self.tree_batch(levels, side))
 
     @parameterized.expand(["left", "right"])
     def test_one_padded_row(self, side):
@@ -88,6 +116,16 @@ class SharedPaddingTesterMixin:
         with computed_tokens(model.eval()) as seen:
             self.assertIsNotNone(model(**batch).past_key_values)
         self.assertEqual(seen, {batch["input_ids"].numel()})
+
+    def test_shared_prompts_under_gradient_checkpointing(self):
+        batch, distinct = self.shared_batch()
+        _, model = self.sharing_models()
+        want = gradients(model, model(**batch, use_cache=False).loss)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with computed_tokens(model) as seen:
+            output = model(**batch)
+        self.assertEqual(seen, {distinct})
+        self.assertLess(total_relative_error(gradients(model, output.loss), want), self.gradient_bar)
 
     def test_prompts_are_shared_on_request_only(self):
         batch, distinct = self.shared_batch()
@@ -291,3 +329,20 @@ class SharedPaddingTesterMixin:
                 self.assertEqual(seen, {count})
             each.packs_padding = True
             self.assertTrue(text.packs_padding)
+
+    @parameterized.expand([("cache", True), ("no_cache", False)])
+    def test_generate_does_not_pack(self, _, use_cache):
+        model = self.models()[1].eval()
+        batch = self.padded(self.documents[1:4], "left")
+        batch.pop("labels")
+        arguments = {"max_new_tokens": 4, "do_sample": False, "use_cache": use_cache, "pad_token_id": 0}
+        arguments |= {"suppress_tokens": self.suppress_tokens, "output_logits": True, "return_dict_in_generate": True}
+        with mock.patch.object(PaddedBatch, "from_attention_mask", wraps=PaddedBatch.from_attention_mask) as looked:
+            actual = model.generate(**batch, **arguments)
+            looked.assert_not_called()
+            model(**batch, use_cache=False)
+            looked.assert_called_once()
+        with without_packing():
+            expected = model.generate(**batch, **arguments)
+        self.assertEqual(actual.sequences.tolist(), expected.sequences.tolist())
+        self.assertTrue(torch.equal(torch.stack(actual.logits), torch.stack(expected.logits)))

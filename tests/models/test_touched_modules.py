@@ -6,22 +6,31 @@ half of them for the others. The models also select the fused ops that are usefu
 
 import copy
 import unittest
+from functools import partial
+from inspect import isfunction, signature
 from types import MethodType
 
 import torch
-from mixins.lora import BUILTINS as MODELS
 from mixins.model import total_relative_error
-from mixins.patch import OTHERS, builtin_model, on_a_gpu
+from mixins.patch import COMPOSITE, OTHERS, builtin_model, on_a_gpu
 from mixins.vision import alone_batch, document
 from parameterized import parameterized
 from peft import LoKrConfig, LoraConfig, get_peft_model
 from torch import distributed
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import PreTrainedModel
 
 from transformers_packed import patch_model
 
 
+MODELS = {
+    "qwen3_next": ("qwen3_next", None, None),
+    "qwen3_5": ("qwen3_5", None, None),
+    "qwen3_5_moe": ("qwen3_5_moe", None, None),
+    "qwen3_5_vision": ("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"]),
+    "qwen3_5_moe_vision": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", COMPOSITE["qwen3_5_moe"]),
+    **{name: (name, None, None) for name in OTHERS},
+}
 # The layers around the vision tower are those of the text models.
 TEXT_MODELS = [name for name in MODELS if not name.endswith("vision")]
 KINDS = ("forward_pre", "forward", "full_backward_pre", "full_backward")
@@ -39,6 +48,40 @@ def rows(x: torch.Tensor | None, name: str) -> torch.Tensor | None:
 def stretched(x: torch.Tensor) -> torch.Tensor:
     """Different values per channel, which a following norm does not undo."""
     return x * torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype)
+
+
+def utilities() -> dict:
+    """All functions of torch that change how a parameter of a module is computed, given the module and its name."""
+    # Without some of its rows, the weight of a router makes experts equal, and any of them may be chosen.
+    options = {"amount": 0.5, "n": 2, "dim": 1}
+    found = {}
+    for package in (torch.nn.utils, prune, parametrizations):
+        for function in vars(package).values():
+            arguments = list(signature(function).parameters) if isfunction(function) else []
+            if arguments[:2] == ["module", "name"] and not function.__name__.startswith("remove"):
+                given = {x: options[x] for x in arguments if x in options and package is prune}
+                found[f"{package.__name__.rpartition('.')[2]}_{function.__name__}"] = partial(function, **given)
+    return found
+
+
+UTILITIES = utilities()
+
+
+def touch_every_other(model: torch.nn.Module, utility: str, start: int) -> int:
+    """Apply a utility to every other parameter that it supports, and return their number."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        # A norm of the row of padding must not be zero.
+        model.get_input_embeddings().weight[0] = 1
+    number = touched = 0
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            options = {"mask": parameter > 0} if utility.endswith("mask") else {}
+            number += 1
+            if number % 2 == start and parameter.ndim > 1:
+                UTILITIES[utility](module, name, **options)
+                touched += 1
+    return touched
 
 
 class TouchedModulesTest(unittest.TestCase):
@@ -192,6 +235,28 @@ class TouchedModulesTest(unittest.TestCase):
                 return lambda: parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
 
         self.check_touched(name, touch)
+
+    @parameterized.expand(
+        [
+            (utility, name)
+            for utility in UTILITIES
+            for name in TEXT_MODELS
+            if name == "qwen3_5" or (utility == "utils_spectral_norm" and name in TEXT_MODELS[::2])
+        ]
+    )
+    def test_a_utility_of_torch(self, utility, name):
+        """Pruning and norms of weights, old and new: on every other parameter, so that ops see both kinds."""
+        plain = None
+        for start in (0, 1) if utility == "utils_spectral_norm" else (0,):
+            builtin, ours, batch = self.models(name)
+            plain = plain or self.run_once(builtin, batch, packed=False)[0]
+            touched = [touch_every_other(model, utility, start) for model in (builtin, ours)]
+            self.assertGreater(touched[0], 5)
+            # Norms of many weights magnify rounding.
+            loss, _ = self.check_equal(builtin, ours, batch, utility, bar=1e-3)
+            self.assertEqual(touched[0], touched[1])
+            if not utility.endswith(("identity", "weight_norm")):
+                self.assertNotEqual(loss.item(), plain.item())
 
     @parameterized.expand(TEXT_MODELS[1::2])
     def test_a_replaced_module(self, name):
