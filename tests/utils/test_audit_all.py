@@ -9,18 +9,15 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import audit_all
 import pytest
 import transformers
+from audit_all import audit_type, causal_types, run_types
 
 from transformers_packed.models import families
 from transformers_packed.models.families import families_of
 from transformers_packed.models.family import Family, Unpacked
 from transformers_packed.models.verdict import SUPPORT_MATRIX
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
-import audit_all
-from audit_all import audit_type, causal_types, run_types
 
 
 ROOT = Path(__file__).parents[2]

@@ -2,17 +2,13 @@
 
 import ast
 import io
-import sys
 import tempfile
 import unittest
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from parameterized import parameterized
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
 import count
+from parameterized import parameterized
 
 
 TEXT = '''

@@ -2,20 +2,16 @@
 
 import io
 import json
-import sys
 import tempfile
 import unittest
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
-from common.commands import run_main
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import float8_corpus
 import float8_loss
+import numpy as np
+from common.commands import run_main
 
 
 FILES = sorted(Path(json.__file__).parent.glob("*.py"))

@@ -2,13 +2,16 @@
 
 import contextlib
 import io
-import sys
 import unittest
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
+import fuzz
+import fuzz_arms
+import fuzz_data
+import fuzz_own
 import torch
+from fuzz import Outcome, Setup, check, draw, errors, run
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
@@ -19,19 +22,12 @@ from transformers_packed.training import restore
 from transformers_packed.training.state import State
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
-import fuzz
-import fuzz_arms
-import fuzz_data
-import fuzz_own
-from fuzz import Outcome, Setup, check, draw, errors, run
-
-
 PLAIN = Setup(3, collator={"return_cu_seqlens": True}, batch_size=2)
 HOOKED = replace(PLAIN, changes=(("forward", "model.layers.0.mlp.gate_proj"),))
 # One packed row that ends with padding, from the user's own collator.
 MASKED = Setup(3, mask_options={"padding": 5}, batch_size=3, steps=1)
 PADDING_FREE = Setup(3, way="configure", mode="padding_free", steps=1)
+KEPT = replace(PADDING_FREE, kept="list")
 # Eight samples to evaluate, or fewer rows, so that the last batch is not full.
 EVALUATED = replace(PADDING_FREE, way="packed_trainer", batch_size=8, evaluation="predictions")
 
@@ -53,7 +49,26 @@ def calls_no_module(self, x):
     return self.down_proj(torch.nn.functional.silu(gate) * up)
 
 
+def without_mask(*args, **kwargs):
+    return {name: x for name, x in collate_rows(*args, **kwargs).items() if name != "attention_mask"}
+
+
+def losing_a_sample(setup, data, ours):
+    return evaluation_set(setup, data, ours)[ours:]
+
+
 qk_norm_rope, resolve_boundaries = packed.qk_norm_rope, inputs.resolve_boundaries
+collate_rows, evaluation_set = fuzz_data.collate_rows, fuzz_arms.evaluation_set
+STOCK = replace(MASKED, way="stock", family="llama", mask="additive")
+DEFECTS = [
+    ("module_left_out", PLAIN, packed, "qk_norm_rope", without_q_norm, "gradient"),
+    ("documents_shifted", PLAIN, inputs, "resolve_boundaries", shifted, "gradient"),
+    ("hook_not_called", HOOKED, packed.Qwen3_5MLP, "forward", calls_no_module, r"gate_proj: 0 for 2"),
+    ("exception", PLAIN, packed, "glu", mock.Mock(side_effect=IndexError("planted")), "IndexError .*planted"),
+    ("trace_of_the_check", KEPT, restore, "same_state", lambda *_, **__: contextlib.nullcontext(State()), "loss"),
+    ("mask_that_leaks", STOCK, fuzz_data, "collate_rows", without_mask, "gradient"),
+    ("lost_sample", replace(EVALUATED, evaluation="predict"), fuzz_arms, "evaluation_set", losing_a_sample, "6 for 7"),
+]
 
 
 class FuzzTest(unittest.TestCase):
@@ -80,10 +95,6 @@ class FuzzTest(unittest.TestCase):
         self.assertGreater(len(compared), 100)
         self.assertEqual(set(compared.values()), {0.0})
 
-    def test_a_mask_of_padded_batches(self):
-        setup = replace(HOOKED, collator={}, mode="padded", mask=[*fuzz_data.PADDED][0])
-        self.assertEqual(check(setup), Outcome("equal"))
-
     def test_masks_that_are_refused(self):
         for changes in ({"mask": "numbered"}, {"mask": "boolean", "mask_options": {"rows": 2}}):
             self.assertEqual(check(replace(MASKED, **changes)).kind, "refused")
@@ -93,64 +104,25 @@ class FuzzTest(unittest.TestCase):
             ("method_per_token", replace(PADDING_FREE, own="loss", padding="left", empty=True)),
             ("method_per_sample", Setup(3, mode="padded", steps=1, own="sample_loss", evaluation="loss")),
             ("evaluation", replace(EVALUATED, eval_rows="packed", arguments={"remove_unused_columns": False})),
+            ("mask_of_padded_batches", replace(HOOKED, collator={}, mode="padded", mask=[*fuzz_data.PADDED][0])),
+            ("what_the_check_would_change", KEPT),
             ("mask_of_rows", replace(MASKED, family="qwen3_5_vl", mask=[*fuzz_data.BLOCKS][1])),
         ]
     )
     def test_what_users_bring_is_equal(self, _, setup):
         self.assertEqual(check(setup), Outcome("equal"))
 
-    @parameterized.expand(
-        [
-            ("module_left_out", PLAIN, "qk_norm_rope", without_q_norm, "gradient"),
-            ("documents_shifted", PLAIN, "resolve_boundaries", shifted, "gradient"),
-            ("hook_not_called", HOOKED, "Qwen3_5MLP.forward", calls_no_module, r"gate_proj: 0 for 2"),
-            ("exception", PLAIN, "glu", mock.Mock(side_effect=IndexError("planted")), "IndexError .*planted"),
-        ]
-    )
-    def test_planted_defects_are_found(self, _, setup, name, defect, message):
-        owner = inputs if name == "resolve_boundaries" else packed
-        *path, name = name.split(".")
-        for part in path:
-            owner = getattr(owner, part)
+    @parameterized.expand(DEFECTS)
+    def test_planted_defects_are_found(self, _, setup, owner, name, defect, message):
         with mock.patch.object(owner, name, defect):
             outcome = check(setup)
         self.assertEqual(outcome.kind, "failed")
         self.assertRegex(outcome.why, message)
 
-    def test_traces_of_the_check_are_found(self):
-        setup = replace(PADDING_FREE, kept="list")
-        self.assertEqual(check(setup), Outcome("equal"))
-        nothing = mock.patch.object(restore, "same_state", lambda *roots, **options: contextlib.nullcontext(State()))
-        with nothing:
-            outcome = check(setup)
-        self.assertEqual(outcome.kind, "failed")
-        self.assertIn("loss", outcome.why)
-
     def test_losses_that_are_not_finite_are_refused(self):
         outcome = check(replace(PADDING_FREE, own="spread_loss"))
         self.assertEqual(outcome.kind, "refused")
         self.assertRegex(outcome.why, "expected a finite loss of the row")
-
-    def test_masks_that_leak_are_found(self):
-        def leaking(*args, **kwargs):
-            batch = collate_rows(*args, **kwargs)
-            return {name: x for name, x in batch.items() if name != "attention_mask"}
-
-        collate_rows = fuzz_data.collate_rows
-        with mock.patch.object(fuzz_data, "collate_rows", leaking):
-            outcome = check(replace(MASKED, way="stock", family="llama", mask="additive"))
-        self.assertEqual(outcome.kind, "failed")
-        self.assertIn("gradient", outcome.why)
-
-    def test_evaluations_that_lose_samples_are_found(self):
-        def losing(setup, data, ours):
-            return evaluation_set(setup, data, ours)[ours:]
-
-        evaluation_set = fuzz_arms.evaluation_set
-        with mock.patch.object(fuzz_arms, "evaluation_set", losing):
-            outcome = check(replace(EVALUATED, evaluation="predict"))
-        self.assertEqual(outcome.kind, "failed")
-        self.assertIn("predictions: 6 for 7", outcome.why)
 
     def test_refusals(self):
         def refuse(*args, **kwargs):

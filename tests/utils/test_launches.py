@@ -9,16 +9,12 @@ import tempfile
 import unittest
 from pathlib import Path
 
-import pytest
-from parameterized import parameterized
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils" / "measured"))
 import launch_checks as checks
 import launch_lines
 import launches
+import pytest
 from launches import compared, passed, select
+from parameterized import parameterized
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,6 @@ from shutil import copytree
 from parameterized import parameterized
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils" / "measured"))
-
-
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs" / "figures"
 PICTURES = [path.stem for path in FIGURES.glob("*.svg")]

@@ -1,12 +1,8 @@
 """Mutants of the package: each applies, and is killed by a test that passes without it."""
 
-import sys
 import unittest
 from collections import Counter
-from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
 import mutants
 
 

@@ -10,13 +10,10 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import optimizer_loss
 import torch
 from common.commands import run_main
 from common.optimizers import flashoptim
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import optimizer_loss
 
 
 class OptimizerLossTest(unittest.TestCase):

@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import sys
 import tempfile
 import unittest
 from contextlib import nullcontext, redirect_stderr
@@ -11,22 +10,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import groups
+import other_tools
 import pytest
+import shapes
 import torch
+import train
 from common.commands import run_main
 from parameterized import parameterized
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, set_seed
 
 from transformers_packed import patch_model
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "peers"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils" / "measured"))
-import groups
-import other_tools
-import shapes
-import train
 
 
 SMALL = ["--tokens", "48", "--documents", "3", "--warmup", "1", "--steps", "1", "--device", "cpu"]
@@ -54,7 +48,7 @@ class SamplesTest(unittest.TestCase):
 
 class TrainTest(unittest.TestCase):
     def test_packed_and_padded_losses_agree(self):
-        ours, padded = self.runs("tiny", [[*SMALL, "--tool", tool] for tool in ("ours", "padded")])
+        ours, padded = self.runs([[*SMALL, "--tool", tool] for tool in ("ours", "padded")])
         self.assertAlmostEqual(ours["losses"]["1"], padded["losses"]["1"], delta=2e-3)
         self.assertEqual((ours["shapes"], ours["forwards_per_step"]), ([[1, 48]], 1))
         self.assertTrue(ours["padding_free"] and other_tools.isolated(ours))
@@ -66,7 +60,7 @@ class TrainTest(unittest.TestCase):
         """Log-probabilities of whole answers agree as well."""
         pairs = ["--task", "dpo", "--tokens", "320", "--documents", "4", "--prompt", "70", "--lora"]
         short = [*pairs, "--warmup", "1", "--steps", "1", "--device", "cpu"]
-        shared, padded = self.runs("tiny", [[*short, "--tool", tool] for tool in ("ours+shared", "padded")])
+        shared, padded = self.runs([[*short, "--tool", tool] for tool in ("ours+shared", "padded")])
         self.assertEqual((shared["shapes"], shared["forwards_per_step"]), ([[1, 180]], 1))
         self.assertTrue(shared["padding_free"])
         self.assertAlmostEqual(shared["losses"]["1"], padded["losses"]["1"], delta=1e-4)
@@ -84,7 +78,7 @@ class TrainTest(unittest.TestCase):
         sizes = ["--task", "grpo", "--tokens", "320", "--documents", "16", "--prompt", "12"]
         short = [*sizes, "--lora", "--checkpointing", "--warmup", "1", "--steps", "1", "--device", "cpu"]
         tools = ("ours", "ours+shared", "padded")
-        ours, shared, padded = self.runs("tiny", [[*short, "--tool", tool] for tool in tools])
+        ours, shared, padded = self.runs([[*short, "--tool", tool] for tool in tools])
         for entry, row in ((ours, 320), (shared, 152)):
             self.assertEqual((entry["shapes"], entry["forwards_per_step"]), ([[1, row]], 1))
             self.assertTrue(entry["padding_free"])
@@ -107,23 +101,10 @@ class TrainTest(unittest.TestCase):
         self.assertEqual({layers[x] for x in ("lm_head", "in_proj_a", "in_proj_b")}, {"Linear"})
         self.assertTrue(model.model.layers[0].mlp.gate_proj.weight.quant_state.nested)
 
-    @pytest.mark.slow
-    def test_adapters_of_a_mixture(self):
-        """Fewer layers; its experts have adapters too."""
-        lora = [[*SMALL, "--lora", "--tool", tool] for tool in ("ours", "padded")]
-        ours, padded = self.runs("tiny-moe", lora, "--layers", "2")
-        self.assertAlmostEqual(ours["losses"]["1"], padded["losses"]["1"], delta=2e-3)
-        self.assertEqual(ours["trained_parameters"], padded["trained_parameters"])
-        self.assertEqual(ours["experts"], 8)
-        config = shapes.MODELS["tiny-moe"]
-        sizes = 2 * config["hidden_size"] + 3 * config["moe_intermediate_size"]
-        experts = config["num_experts"] * 16 * sizes
-        self.assertTrue(2 * experts < ours["trained_parameters"] < 4 * experts)
-
-    def runs(self, shape: str, commands: list[list[str]], *options: str) -> list[dict]:
+    def runs(self, commands: list[list[str]]) -> list[dict]:
         with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
-            checkpoint, output = Path(folder, shape), Path(folder, "peers.json")
-            run_main(train, "--checkpoint", str(checkpoint), "--make", shape, *options)
+            checkpoint, output = Path(folder, "tiny"), Path(folder, "peers.json")
+            run_main(train, "--checkpoint", str(checkpoint), "--make", "tiny")
             for command in commands:
                 run_main(
                     train, "--checkpoint", str(checkpoint), "--output", str(output), "--scratch", folder, *command

@@ -1,14 +1,10 @@
 """The rows of the benchmark of long documents, and what it fits to their times."""
 
-import sys
 import unittest
-from pathlib import Path
+
+from row_cost import fit, rows_of
 
 from transformers_packed import PackingCost
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from row_cost import fit, rows_of
 
 
 class RowCostTest(unittest.TestCase):

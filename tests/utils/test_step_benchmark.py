@@ -1,25 +1,21 @@
 """The benchmark of one training step runs small models on a CPU, and counts what the models compute."""
 
 import json
-import sys
 import tempfile
 import unittest
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
+import arms
+import experts_layer
+import shapes
+import step
 from common.commands import run_main
 from parameterized import parameterized
 from transformers import AutoConfig
 
 from transformers_packed import PackingCost
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import arms
-import experts_layer
-import shapes
-import step
 
 
 HAS_QUANTIZERS = bool(find_spec("bitsandbytes") and find_spec("torchao"))

@@ -1,19 +1,15 @@
 """The benchmark of trees: its rows, its losses and gradients, and its bars."""
 
 import json
-import sys
 import tempfile
 import unittest
 from pathlib import Path
 
-from common.commands import run_main
-from parameterized import parameterized
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import arms
 import shapes
 import trees
+from common.commands import run_main
+from parameterized import parameterized
 
 
 # Computed tokens of each arm.

@@ -2,7 +2,6 @@ import contextlib
 import io
 import json
 import shutil
-import sys
 import tempfile
 import textwrap
 import unittest
@@ -11,14 +10,10 @@ from unittest import mock
 
 import libcst as cst
 import pytest
+import upstream_patch
 from parameterized import parameterized
-
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "utils"))
-import upstream_patch  # noqa: E402
-from upstream import edits, prove, source, write  # noqa: E402
-from upstream.patch import NAMES, Patch  # noqa: E402
+from upstream import edits, prove, source, write
+from upstream.patch import NAMES, Patch
 
 
 CODE = """

@@ -2,15 +2,12 @@
 
 import io
 import json
-import sys
 import tempfile
 import unittest
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import verify
 
 
@@ -19,7 +16,7 @@ QUICK = ["--models", "tiny", "--device", "cpu", "--samples", "10", "--longest", 
 
 def main(*arguments: str) -> tuple[int, str]:
     with (
-        mock.patch.object(sys, "argv", ["verify.py", *QUICK, *arguments]),
+        mock.patch("sys.argv", ["verify.py", *QUICK, *arguments]),
         redirect_stdout(io.StringIO()) as printed,
     ):
         return verify.main(), printed.getvalue()

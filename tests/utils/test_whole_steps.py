@@ -11,14 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
+import whole_steps
 from common.commands import run_main
 from common.optimizers import flashoptim
 from parameterized import parameterized
 from torch.autograd import DeviceType
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import whole_steps
 from whole_steps import OPTIMIZERS, summary
 
 
