@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import shutil
 import tempfile
 import unittest
@@ -38,12 +39,56 @@ DATA = ["--data", "{root}/text.jsonl"]
 GPUS = ["--gpus", "8", "--gpu-memory", "80"]
 
 
-class OwnCodeTest(unittest.TestCase):
+# Of the command's model, or of its tokenizer.
+COMMANDS = {
+    "train": ["train", *DATA, "--output", "{root}/out", "--model", "{model}"],
+    "memory": ["memory", *GPUS, "--row-length", "9", "--model", "{model}"],
+    "plan": ["plan", "--data", "{root}/ids.jsonl", "--row-length", "9", "--model", "{model}"],
+    "tokenizer": ["plan", *DATA, "--row-length", "9", "--tokenizer", "{model}"],
+    "audit": ["audit", "{model}"],
+    "doctor": ["doctor", "--model", "{model}"],
+    "bench": ["bench", "--model", "{model}"],
+    "warmup": ["warmup", "--row-length", "9", "--model", "{model}"],
+}
+LOADING = ("train", "memory", "plan", "tokenizer", "audit", "doctor")
+
+
+class CommandsTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.root = cls.write_data(cls.enterClassContext(tempfile.TemporaryDirectory()))
+
+    @staticmethod
+    def write_data(folder):
+        root = Path(folder)
+        (root / "text.jsonl").write_text('{"text": "a"}\n')
+        (root / "ids.jsonl").write_text('{"input_ids": [1]}\n')
+        return root
+
+    def call(self, name, model, *options):
+        """Return exit status and standard error, with yes to every question."""
+        command = [argument.format(root=self.root, model=model) for argument in COMMANDS[name]]
+        with mock.patch("sys.stdin", io.StringIO("y\n" * 20)):
+            status, _, err = run_command(*command, *options)
+        return status, err
+
+    def check_refused(self, name, model, message):
+        """The command prints one line, and fails before it writes."""
+        status, err = self.call(name, model)
+        self.assertEqual(status, 2 if name == "audit" else 1)
+        option = {"tokenizer": "--tokenizer", "audit": "MODEL_OR_TYPE"}.get(name, "--model")
+        self.assertRegex(
+            err, f"^transformers-packed {COMMANDS[name][0]}: (.* cannot be built: )?{option}: expected {message}\n$"
+        )
+        self.assertEqual(len(err.splitlines()), 1, err)
+        self.assertFalse((self.root / "out").exists())
+
+
+class OwnCodeTest(CommandsTest):
     def setUp(self):
-        self.root = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        # Transformers runs the code of a folder once.
+        self.root = self.write_data(self.enterContext(tempfile.TemporaryDirectory()))
         self.marker = self.root / "ran"
-        (self.root / "text.jsonl").write_text('{"text": "a"}\n')
-        (self.root / "ids.jsonl").write_text('{"input_ids": [1]}\n')
         for name in ("config", "tokenizer", "both"):
             path = self.root / name
             make_tokenizer().save_pretrained(path)
@@ -58,101 +103,68 @@ class OwnCodeTest(unittest.TestCase):
             if name == "both":
                 Qwen3_5TextConfig(**TINY).save_pretrained(path)
 
-    def command(self, *arguments):
-        """Return exit status and standard error, with yes to every question."""
-        with mock.patch("sys.stdin", io.StringIO("y\n" * 20)):
-            status, _, err = run_command(*(argument.format(root=self.root) for argument in arguments))
-        return status, err
-
     @parameterized.expand(
-        [
-            ("plan_tokenizer", "tokenizer", ["plan", *DATA, "--row-length", "9", "--tokenizer", "{root}/tokenizer"]),
-            ("plan_model", "config", ["plan", "--data", "{root}/ids.jsonl", "--row-length", "9", "--model", "{root}/config"]),
-            ("memory_file", "config", ["memory", *GPUS, "--row-length", "9", "--model", "{root}/config/config.json"]),
-            ("memory", "config", ["memory", *GPUS, "--row-length", "9", "--model", "{root}/config"]),
-            ("audit", "config", ["audit", "{root}/config"]),
-            ("doctor", "config", ["doctor", "--model", "{root}/config"]),
-        ]
-    )  # fmt: skip
-    def test_is_refused_unless_it_is_trusted(self, _, source, command):
-        status, err = self.command(*command)
-        self.assertIn(status, (1, 2))
-        self.assertRegex(
-            err,
-            f"a checkpoint without its own code, got {self.root}/{source}.* add --trust-remote-code to run it[.]\n$",
+        [(name, "tokenizer" if name == "tokenizer" else "config") for name in LOADING if name != "train"]
+        + [("memory", "config/config.json")]
+    )
+    def test_is_refused_unless_it_is_trusted(self, name, source):
+        model = f"{self.root}/{source}"
+        self.check_refused(
+            name, model, f"a checkpoint without its own code, got {model}.* add --trust-remote-code to .*"
         )
-        self.assertEqual(len(err.splitlines()), 1, err)
+        self.check_runs_with_trust(name, model)
+
+    def check_runs_with_trust(self, name, model):
         self.assertFalse(self.marker.exists(), "code of the checkpoint ran")
-        self.command(*command, "--trust-remote-code")
+        self.call(name, model, "--trust-remote-code")
         self.assertTrue(self.marker.exists(), "the code cannot run, so that the test proves nothing")
 
     def test_train(self):
-        command = ["train", *DATA, "--output", "{root}/out", "--max-steps", "1", "--model"]
-        status, err = self.command(*command, "{root}/config")
-        self.assertEqual(status, 1)
-        self.assertRegex(err, "got .*/config: its own code[.] Train other models with ")
+        self.check_refused(
+            "train", self.root / "config", ".*, got .*/config: its own code[.] Train other models with .*"
+        )
         # For a configuration that Transformers supports, the tokenizer's own code is not needed.
-        self.command(*command, "{root}/both")
-        self.assertFalse(self.marker.exists(), "code of the checkpoint ran")
-        self.command(*command, "{root}/both", "--trust-remote-code")
-        self.assertTrue(self.marker.exists(), "the code cannot run, so that the test proves nothing")
+        self.call("train", self.root / "both")
+        self.check_runs_with_trust("train", self.root / "both")
 
 
 def refusal(kind):
     return kind("a long text", response=mock.Mock(headers={}))
 
 
-MODEL = ["--model", "nobody/nothing"]
-COMMANDS = {
-    "train": ["train", *DATA, "--output", "{root}/out", *MODEL],
-    "memory": ["memory", *GPUS, "--row-length", "9", *MODEL],
-    "plan": ["plan", *DATA, "--row-length", "9", *MODEL],
-    "tokenizer": ["plan", *DATA, "--row-length", "9", "--tokenizer", "nobody/nothing"],
-    "audit": ["audit", "nobody/nothing"],
-    "doctor": ["doctor", *MODEL],
-}
-
-
-class UnavailableTest(unittest.TestCase):
+class UnavailableTest(CommandsTest):
     def setUp(self):
-        self.root = Path(self.enterContext(tempfile.TemporaryDirectory()))
-        (self.root / "text.jsonl").write_text('{"text": "a"}\n')
         self.enterContext(mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", False))
 
-    def check(self, command, reason, source="nobody/nothing"):
-        """The command prints a single line with the `reason` and fails."""
-        arguments = [part.format(root=self.root).replace("nobody/nothing", source) for part in COMMANDS[command]]
-        status, out, err = run_command(*arguments)
-        printed = f"Loading {source} ...\n" if command == "train" else ""
-        self.assertEqual((status, out), (2 if command == "audit" else 1, printed))
-        option = {"tokenizer": "--tokenizer", "audit": "MODEL_OR_TYPE"}.get(command, "--model")
-        kinds = f"{'a model type, ' * (command == 'audit')}a local directory or a model on the Hub"
-        self.assertEqual(
-            err,
-            f"transformers-packed {arguments[0]}: {option}: expected {kinds}, got {source!r}: no such local directory, "
-            f"and {reason}\n",
-        )
-        self.assertEqual([path.name for path in self.root.iterdir()], ["text.jsonl"])
+    def check(self, name, reason, source="nobody/nothing"):
+        kinds = f"{'a model type, ' * (name == 'audit')}a local directory or a model on the Hub"
+        self.check_refused(name, source, re.escape(f"{kinds}, got {source!r}: no such local directory, and {reason}"))
 
-    @parameterized.expand(COMMANDS)
-    def test_unreachable_hub(self, command):
+    @parameterized.expand(LOADING)
+    def test_unreachable_hub(self, name):
         with mock.patch("transformers.utils.hub.hf_hub_download", side_effect=LocalEntryNotFoundError("a long text")):
-            self.check(command, "the Hub could not be reached. Check the name and the connection.")
+            self.check(name, "the Hub could not be reached. Check the name and the connection.")
 
     @parameterized.expand(["train", "audit"])
-    def test_offline(self, command):
+    def test_offline(self, name):
         with mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
-            self.check(command, "no such model in the cache (HF_HUB_OFFLINE is set). Unset it to download.")
+            self.check(name, "no such model in the cache (HF_HUB_OFFLINE is set). Unset it to download.")
 
-    def test_no_such_model(self):
-        with mock.patch("transformers.utils.hub.hf_hub_download", side_effect=refusal(RepositoryNotFoundError)):
-            fix = "Check the name; for a private model, log in with `hf auth login`."
-            self.check("train", f"the Hub has no such model. {fix}")
-
-    def test_restricted_model(self):
-        with mock.patch("transformers.utils.hub.hf_hub_download", side_effect=refusal(GatedRepoError)):
-            fix = "Request access, then log in with `hf auth login`."
-            self.check("train", f"access to this model on the Hub is restricted. {fix}")
+    @parameterized.expand(
+        [
+            (
+                RepositoryNotFoundError,
+                "the Hub has no such model. Check the name; for a private model, log in with `hf auth login`.",
+            ),
+            (
+                GatedRepoError,
+                "access to this model on the Hub is restricted. Request access, then log in with `hf auth login`.",
+            ),
+        ]
+    )
+    def test_what_the_hub_refuses(self, kind, reason):
+        with mock.patch("transformers.utils.hub.hf_hub_download", side_effect=refusal(kind)):
+            self.check("train", reason)
 
     @parameterized.expand(["./no/such/directory", "/no/such", "a/b/c", "with space"])
     def test_no_name_of_a_model(self, source):
@@ -184,11 +196,10 @@ BAD_WEIGHTS = [
 FAMILIES = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 
 
-class WeightsTest(unittest.TestCase):
+class WeightsTest(CommandsTest):
     @classmethod
     def setUpClass(cls):
-        cls.root = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-        (cls.root / "text.jsonl").write_text('{"text": "a"}\n')
+        super().setUpClass()
         for family in FAMILIES:
             config = tiny_config(family)
             config.vocab_size, config.num_hidden_layers = 264, 2
@@ -211,19 +222,10 @@ class WeightsTest(unittest.TestCase):
 
     @parameterized.expand([(*bad, FAMILIES[n % len(FAMILIES)]) for n, bad in enumerate(BAD_WEIGHTS)])
     def test_commands_stop_before_they_write(self, _, change, message, family):
-        output = self.root / "output"
         with self.changed(family, change) as source:
-            train = run_command("train", "--model", source, "--data", self.root / "text.jsonl", "--output", output)
-            audit = run_command("audit", source, "--lengths", "5", "5")
-        for option, expected, (status, _, err) in (("--model", 1, train), ("MODEL_OR_TYPE", 2, audit)):
-            self.assertEqual(status, expected, err)
-            last = err.splitlines()[-1]
-            self.assertRegex(
-                last,
-                f"{option}: expected all weights of Qwen3.*ForCausalLM and no others, got {source} with .*{message}",
-            )
-            self.assertRegex(last, "save_pretrained")
-        self.assertFalse(output.exists(), "something was written")
+            for name in ("train", "audit"):
+                named = f"all weights of Qwen3.*ForCausalLM and no others, got {source} with .*{message}.*save_pretrained.*"
+                self.check_refused(name, source, named)
 
     def load(self, source):
         with registered():
@@ -258,22 +260,10 @@ class WeightsTest(unittest.TestCase):
             self.load(source)
 
 
-class AdapterTest(unittest.TestCase):
-    COMMANDS = {
-        "train": ["train", *DATA, "--output", "{root}/out", "--model"],
-        "bench": ["bench", "--model"],
-        "warmup": ["warmup", "--row-length", "9", "--model"],
-        "memory": ["memory", *GPUS, "--row-length", "9", "--model"],
-        "plan": ["plan", "--data", "{root}/ids.jsonl", "--row-length", "9", "--model"],
-        "doctor": ["doctor", "--model"],
-        "audit": ["audit"],
-    }
-
+class AdapterTest(CommandsTest):
     @classmethod
     def setUpClass(cls):
-        cls.root = Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
-        (cls.root / "text.jsonl").write_text('{"text": "a"}\n')
-        (cls.root / "ids.jsonl").write_text('{"input_ids": [1]}\n')
+        super().setUpClass()
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
         model.save_pretrained(cls.root / "base")
         model = AutoModelForCausalLM.from_pretrained(cls.root / "base")
@@ -287,20 +277,15 @@ class AdapterTest(unittest.TestCase):
         (cache / "refs" / "main").write_text("0" * 40)
         shutil.copytree(cls.root / "adapter", cache / "snapshots" / ("0" * 40))
 
-    @parameterized.expand([*((command, True) for command in COMMANDS), ("train", False), ("audit", False)])
-    def test_the_base_model_is_named(self, command, local):
-        arguments = [part.format(root=self.root) for part in self.COMMANDS[command]]
+    @parameterized.expand(
+        [*((name, True) for name in COMMANDS if name != "tokenizer"), ("train", False), ("audit", False)]
+    )
+    def test_the_base_model_is_named(self, name, local):
         source = self.root / "adapter" if local else "somebody/adapter"
         with (
             mock.patch("huggingface_hub.constants.HF_HUB_CACHE", str(self.root / "cache")),
             mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
             mock.patch("transformers_packed.training.warm_up.compiles_kernels", lambda device: True),
         ):
-            status, _, err = run_command(*arguments, source)
-        self.assertEqual(status, 2 if command == "audit" else 1)
-        option = "MODEL_OR_TYPE" if command == "audit" else "--model"
-        self.assertRegex(
-            err, f"{option}: expected a model, got {source}, a PEFT adapter of {self.root}/base[.] .*merge_and_unload"
-        )
-        self.assertEqual(len(err.splitlines()), 1, err)
-        self.assertFalse((self.root / "out").exists())
+            message = f"a model, got {source}, a PEFT adapter of {self.root}/base[.] .*merge_and_unload.*"
+            self.check_refused(name, source, message)

@@ -9,13 +9,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from common.commands import run_command
+from common.commands import fails, succeeds
 from common.records import THINKING, make_tokenizer
 from parameterized import parameterized
 from safetensors.torch import load_file
 from scripts.trainer_arms import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
-from transformers.trainer_callback import CallbackHandler
 
 from transformers_packed import add_mtp, mtp_acceptance, patch_model, registered
 from transformers_packed.cli import finetune
@@ -67,13 +66,12 @@ class CommandTest(unittest.TestCase):
 
 
 class TrainTest(CommandTest):
-    def train(self, *arguments, model="model", output=None):
-        where = "--model", self.root / model, "--data", self.data, "--output", output or self.output
-        return run_command("train", *where, "--learning-rate=0.01", "--logging-steps=1", *arguments)
+    def train(self, *arguments, model="model"):
+        where = "--model", self.root / model, "--data", self.data, "--output", self.output
+        return ("train", *where, "--learning-rate=0.01", "--logging-steps=1", *arguments)
 
     def test_with_the_model(self):
-        status, out, err = self.train("--mtp", "--max-steps=2")
-        self.assertEqual((status, err), (0, ""))
+        out = succeeds(*self.train("--mtp", "--max-steps=2"))
         self.assertIn("; trains with 0.1 x the loss of the head of multi-token prediction\n", out)
         self.assertEqual(len(re.findall(STEP, out, re.M)), 2, out)
         self.assertIn(f"Saved the model, the head and the tokenizer in {self.output}\n", out)
@@ -82,60 +80,27 @@ class TrainTest(CommandTest):
         self.assertFalse(any(about.values()))
 
     def test_alone(self):
-        status, out, err = self.train("--mtp-only", "--max-steps=2")
-        self.assertEqual((status, err), (0, ""))
+        out = succeeds(*self.train("--mtp-only", "--max-steps=2"))
         for loss, of_head in re.findall(STEP, out, re.M):
             self.assertEqual(loss, of_head)
         self.assertIn(f"Saved the model, the head and the tokenizer in {self.output}\n", out)
         self.assertEqual(self.changed(self.output), {"mtp"})
 
     def test_without_either_the_head_is_kept(self):
-        status, out, err = self.train("--max-steps=1")
-        self.assertEqual((status, err), (0, ""))
+        out = succeeds(*self.train("--max-steps=1"))
         self.assertNotIn("head", out)
         self.assertEqual(self.changed(self.output), {"model", "lm_head"})
 
     def test_adapters(self):
-        status, out, err = self.train("--mtp", "--lora", "--max-steps=1")
-        self.assertEqual((status, err), (0, ""))
+        out = succeeds(*self.train("--mtp", "--lora", "--max-steps=1"))
         self.assertIn(f"Saved the adapter, the head and the tokenizer in {self.output}\n", out)
         head, before = self.weights(self.output, "mtp.safetensors"), self.weights(self.root / "model")
         self.assertEqual(head.keys(), {name for name in before if name.startswith("mtp.")})
         self.assertFalse(torch.equal(head["mtp.fc.weight"], before["mtp.fc.weight"]))
         self.assertFalse([x for x in self.weights(self.output, "adapter_model.safetensors") if "mtp" in x])
         # The folder is no model, and a merge must not lose the head.
-        status, _, err = run_command("mtp", "--model", self.output, "--data", self.data)
-        self.assertEqual(status, 1)
+        err = fails("mtp", "--model", self.output, "--data", self.data)
         self.assertIn("Before merge_and_unload, load its trained head: add_mtp(model, adapter).", err)
-
-    def test_resume(self):
-        options = "--mtp", "--lora"
-        command = [*options, "--max-steps=2", "--batch-size=3", "--save-steps=1"]
-        whole = self.folder / "whole"
-        self.assertEqual(self.train(*command, output=whole)[0], 0)
-        original = CallbackHandler.on_step_begin
-
-        def on_step_begin(handler, args, state, control):
-            if state.global_step == 1:
-                raise KeyboardInterrupt
-            return original(handler, args, state, control)
-
-        with mock.patch.object(CallbackHandler, "on_step_begin", on_step_begin):
-            self.assertEqual(self.train(*command)[0], 130)
-        other = [x for x in command if not x.startswith("--mtp")]
-        status, _, err = self.train(*other, "--resume")
-        self.assertEqual(status, 1)
-        self.assertIn(f"--resume: expected the settings of the run in {self.output}, got no {options[0]}. Use", err)
-        status, out, err = self.train(*command, "--resume")
-        self.assertEqual((status, err), (0, ""))
-        self.assertIn(f"Resuming from {self.output}/checkpoint-1.", out)
-        files = [path.name for path in whole.glob("*.safetensors")]
-        self.assertIn("mtp.safetensors", files)
-        for file in files:
-            expected, found = self.weights(whole, file), self.weights(self.output, file)
-            self.assertEqual(expected.keys(), found.keys())
-            for name, x in expected.items():
-                self.assertTrue(torch.equal(found[name], x), name)
 
     @parameterized.expand(
         [
@@ -144,18 +109,15 @@ class TrainTest(CommandTest):
         ]
     )
     def test_a_checkpoint_without_a_head(self, model, option, message):
-        status, _, err = self.train(option, model=model)
-        self.assertEqual(status, 1)
+        err = fails(*self.train(option, model=model))
         self.assertRegex(err, f"^transformers-packed train: {option}: {message}")
         self.assertEqual(len(err.splitlines()), 1, err)
         self.assertFalse(self.output.exists())
 
     def test_options_that_exclude_each_other(self):
-        status, _, err = self.train("--mtp-only", "--lora")
-        self.assertEqual(status, 1)
+        err = fails(*self.train("--mtp-only", "--lora"))
         self.assertIn("train: --mtp-only: expected --mtp-only without --lora, got both. Adapters would not be", err)
-        status, _, err = self.train("--mtp", "--mtp-only")
-        self.assertEqual(status, 2)
+        err = fails(*self.train("--mtp", "--mtp-only"), status=2)
         self.assertIn("--mtp-only: not allowed with argument --mtp", err)
 
     def test_the_head_is_looked_for_when_the_weights_are_loaded(self):
@@ -164,13 +126,12 @@ class TrainTest(CommandTest):
         checked = mock.patch.object(finetune, "find_head", lambda config: loaded and {"mtp.fc.weight": None})
         load = mock.patch.object(finetune, "load_model", lambda *args: loaded.append(1) or original(*args))
         with checked, load:
-            status, _, err = self.train("--mtp", "--max-steps=1")
-        self.assertEqual((status, err), (0, ""))
+            succeeds(*self.train("--mtp", "--max-steps=1"))
 
 
 class MtpTest(CommandTest):
-    def mtp(self, *arguments, model="model", data=None):
-        return run_command("mtp", "--model", self.root / model, "--data", data or self.data, *arguments)
+    def mtp(self, *arguments, model="model"):
+        return ("mtp", "--model", self.root / model, "--data", self.data, *arguments)
 
     def expected(self, steps, records=12):
         with registered():
@@ -180,8 +141,7 @@ class MtpTest(CommandTest):
         return mtp_acceptance(model, samples, steps=steps)
 
     def test_the_table(self):
-        status, out, err = self.mtp()
-        self.assertEqual((status, err), (0, ""))
+        out = succeeds(*self.mtp())
         expected = self.expected(3)
         first, *drafts, last = out.splitlines()[1:]
         self.assertEqual(first, f"12 samples, loss of the head {expected.loss:.4f}")
@@ -198,8 +158,7 @@ class MtpTest(CommandTest):
         def no_constant(name):
             raise AssertionError(f"{name} is not JSON")
 
-        status, out, err = self.mtp("--json", "--steps=2", "--samples=5")
-        self.assertEqual((status, err), (0, ""))
+        out = succeeds(*self.mtp("--json", "--steps=2", "--samples=5"))
         found, expected = json.loads(out, parse_constant=no_constant), self.expected(2, records=5)
         self.assertEqual(found["documents"], 5)
         self.assertEqual(found["drafted"], expected.drafted.sum(0).tolist())
@@ -208,7 +167,6 @@ class MtpTest(CommandTest):
 
     @parameterized.expand([("without", "a head of multi-token"), ("undeclared", "mtp_num_hidden_layers=1")])
     def test_a_checkpoint_without_a_head(self, model, words):
-        status, _, err = self.mtp(model=model)
-        self.assertEqual(status, 1)
+        err = fails(*self.mtp(model=model))
         self.assertRegex(err, f"^transformers-packed mtp: --model: expected .*{words}")
         self.assertEqual(len(err.splitlines()), 1, err)

@@ -144,9 +144,20 @@ class CommandTest(unittest.TestCase):
         ):
             return run_command(*command)
 
-    def check_error(self, message, *arguments, **where):
+    def succeeds(self, *arguments, **where):
+        """Return what is printed."""
+        status, out, err = self.train(*arguments, **where)
+        self.assertEqual(status, 0, err)
+        return out
+
+    def fails(self, *arguments, **where):
+        """Return the error."""
         status, _, err = self.train(*arguments, **where)
         self.assertEqual(status, 1)
+        return err
+
+    def check_error(self, message, *arguments, **where):
+        err = self.fails(*arguments, **where)
         self.assertRegex(err, message)
         self.assertEqual(len(err.splitlines()), 1, err)
         self.assertFalse(self.output.parent.exists(), "something was written")
@@ -164,8 +175,7 @@ class CommandTest(unittest.TestCase):
     def test_byte_order_mark_and_blank_lines(self):
         path = self.directory / "data.jsonl"
         path.write_bytes(b"\xef\xbb\xbf" + GOOD_TEXT + b"\r\n" + GOOD_TEXT)
-        status, out, err = self.train("--max-steps=1", "--no-cuda-graphs", data=path)
-        self.assertEqual(status, 0, err)
+        out = self.succeeds("--max-steps=1", "--no-cuda-graphs", data=path)
         self.assertIn("2 samples (text) with 4 tokens, 2 of them targets", out)
         self.assertIn("\n1 step, rows of up to 8 samples, 1 per step, ", out)
         self.assertEqual(self.graphs(), 0)
@@ -174,8 +184,7 @@ class CommandTest(unittest.TestCase):
         return [type(x) for x in self.trainers[0].callback_handler.callbacks].count(warm_up.GraphsCallback)
 
     def test_the_lines_of_a_run(self):
-        status, out, err = self.train("--max-steps=3", "--batch-size=2", "--logging-steps=1")
-        self.assertEqual((status, err), (0, ""))
+        out = self.succeeds("--max-steps=3", "--batch-size=2", "--logging-steps=1")
         self.assertTrue(out.startswith(f"Loading {self.root / 'model'} ...\n"), out)
         self.assertEqual(self.graphs(), 1)
         steps = re.findall(r"^step (\d)/3, epoch [0-9.]+: loss [0-9.]+, [0-9,]+ tokens/s(.*)$", out, re.MULTILINE)
@@ -211,8 +220,7 @@ class CommandTest(unittest.TestCase):
         options = ["--row-length=30", "--gradient-accumulation-steps=2", "--seed=3"]
         command = ["plan", "--data", str(self.root / "pairs.jsonl"), "--model", str(model), *options]
         self.assertEqual(run_command(*command, "--save", saved)[0], 0)
-        status, out, err = self.train(*options)
-        self.assertEqual(status, 0, err)
+        out = self.succeeds(*options)
         planned, trained = PackingPlan.load(saved), self.trainers[0].train_dataset.plan
         for row in range(len(planned)):
             self.assertEqual([x.tolist() for x in trained.row(row)], [x.tolist() for x in planned.row(row)])
@@ -233,8 +241,7 @@ class CommandTest(unittest.TestCase):
         ):
             self.check_error("--data: expected at least one record", data=empty)
             self.assertEqual(calls, [])
-            status, _, err = self.train("--max-steps", 1)
-        self.assertEqual(status, 0, err)
+            self.succeeds("--max-steps", 1)
         (config, device, dtype), loaded = calls
         self.assertEqual((config.model_type, device.type, dtype), ("qwen3_5_text", "cpu", torch.float32))
         self.assertEqual(loaded, "weights")
@@ -291,6 +298,8 @@ class CommandTest(unittest.TestCase):
             self.check_error("needs datasets >= 4, which does not run dataset code", data="a/name")
         with mock.patch.object(finetune, "find_spec", lambda name: None):
             self.check_error("--lora needs peft: pip install peft", "--lora")
+        with mock.patch.object(finetune, "find_spec", lambda name: None if name == "bitsandbytes" else name):
+            self.check_error("--load-in-4bit needs bitsandbytes: pip install bitsandbytes", "--lora", "--load-in-4bit")
         # Without --lora, the rank would be ignored.
         for flag, value in (
             ("--epochs", "-1"),
@@ -341,11 +350,10 @@ class CommandTest(unittest.TestCase):
         arguments = ["--batch-size=3", "--gradient-accumulation-steps=2", "--epochs=2", "--learning-rate=0.01"]
         options = ["--offload", "--every-n-layers=2", "--keep-attention"] if can_select_checkpoints() else []
         with mock.patch.object(finetune, "TrainingArguments", wraps=finetune.TrainingArguments) as given:
-            status, out, err = self.train(*arguments, "--logging-steps=1", "--gradient-checkpointing", *options)
+            out = self.succeeds(*arguments, "--logging-steps=1", "--gradient-checkpointing", *options)
         kwargs = given.call_args.kwargs[f"{checkpointing_argument()}_kwargs"]
         selected = {"offload": True, "every_n_layers": 2, "keep_attention": True} if options else {}
         self.assertEqual(kwargs, {"use_reentrant": False} | selected)
-        self.assertEqual(status, 0, err)
         samples = self.samples()
         self.assertGreater(len(samples), 6)
         steps = 2 * -(-len(samples) // 6)
@@ -403,24 +411,16 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(tokenizer.chat_template, THINKING)
 
     def test_composite_checkpoint(self):
-        """Text trains the language model of a vision-language checkpoint, whose weights have other names, and resumes."""
+        """Text trains the language model of a vision-language checkpoint, whose weights have other names."""
         vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
         set_seed(1)
         model = AutoModelForImageTextToText.from_config(Qwen3_5Config(text_config=TEXT_CONFIG, vision_config=vision))
         self.save("composite", model)
-        command = ["--max-steps=2", "--batch-size=2", "--learning-rate=0.01", "--save-steps=1"]
-        whole = self.directory / "whole"
-        status, out, err = self.train(*command, model="composite", output=whole)
-        self.assertEqual(status, 0, err)
+        out = self.succeeds("--max-steps=2", "--batch-size=2", "--learning-rate=0.01", model="composite")
         self.assertIn("Qwen3_5ForCausalLM from Qwen3_5Config, only its language model: ", out)
         name = "embed_tokens.weight"
         trained = self.trainers[0].model.model.state_dict()[name]
         self.assertLess((trained - model.model.language_model.state_dict()[name]).abs().max(), 0.05)
-        self.assertEqual(self.interrupted(*command, steps=1, model="composite")[0], 130)
-        status, out, err = self.train(*command, "--resume", model="composite")
-        self.assertEqual(status, 0, err)
-        self.assertIn(f"Resuming from {self.output}/checkpoint-1.", out)
-        self.check_same_weights(whole, self.output)
         self.check_saved(self.trainers[0].model)
 
     def test_every_turn(self):
@@ -440,8 +440,7 @@ class CommandTest(unittest.TestCase):
             data, output = self.directory / f"{name}.jsonl", self.directory / name
             data.write_text("".join(json.dumps({"messages": [system, *some]}) + "\n" for some in conversations))
             arguments = ["--max-steps=2", "--logging-steps=1", *options]
-            status, out, err = self.train(*arguments, data=data, output=output)
-            self.assertEqual(status, 0, err)
+            out = self.succeeds(*arguments, data=data, output=output)
             self.assertIn("of them targets; 0 truncated", out)
             losses.append([log["loss"] for log in self.trainers[-1].state.log_history if "loss" in log])
         for found in losses[1:]:
@@ -467,8 +466,7 @@ class CommandTest(unittest.TestCase):
         command = ["--lora", "--lora-rank=4", "--max-steps=3", "--learning-rate=0.05"]
         for given in ([], ["--experts"]):
             output = self.directory / "".join(["output", *given])
-            status, out, err = self.train(*command, *given, model="mixture", output=output)
-            self.assertEqual(status, 0, err)
+            out = self.succeeds(*command, *given, model="mixture", output=output)
             self.assertIn(f"ForCausalLM with LoRA{', on experts too,' * len(given)} from ", out)
             adapter = load_file(output / "adapter_model.safetensors")
             self.assertFalse((output / "model.safetensors").exists())
@@ -507,8 +505,7 @@ class CommandTest(unittest.TestCase):
         self.save(family, AutoModelForCausalLM.from_config(tiny_config(family, vocab_size=264)))
         rows = ["--batch-size=3", "--gradient-accumulation-steps=2"]
         command = [*rows, "--max-steps=2", "--learning-rate=0.05", "--logging-steps=1", "--lora", "--experts"]
-        status, out, err = self.train(*command, model=family)
-        self.assertEqual(status, 0, err)
+        self.succeeds(*command, model=family)
         trainer, stock = self.trainers[0], AutoModelForCausalLM.from_pretrained(self.root / family)
         base = trainer.model.get_base_model()
         self.assertEqual(type(base).__module__, f"transformers_packed.models.{family}.modeling_{family}")
@@ -544,8 +541,7 @@ class CommandTest(unittest.TestCase):
         adapters = []
         for given in ([], ["--load-in-4bit"]):
             output = self.directory / "".join(["output", *given])
-            status, out, err = self.train(*command, *given, model="mixture", output=output)
-            self.assertEqual(status, 0, err)
+            out = self.succeeds(*command, *given, model="mixture", output=output)
             adapters.append(load_file(output / "adapter_model.safetensors"))
         said = "ForCausalLM with LoRA, on experts too, in 4 bit, from .*: [1-9][0-9,]* of [0-9,]* parameters"
         self.assertRegex(out, said)
@@ -569,10 +565,6 @@ class CommandTest(unittest.TestCase):
         self.assertLess((merged - whole).abs().max(), 1e-5)
         self.assertLess(total_relative_error({"logits": whole}, {"logits": want}), 0.3)
 
-    def test_without_bitsandbytes(self):
-        with mock.patch.object(finetune, "find_spec", lambda name: None if name == "bitsandbytes" else name):
-            self.check_error("--load-in-4bit needs bitsandbytes: pip install bitsandbytes", "--lora", "--load-in-4bit")
-
     def test_the_names_of_a_whole_model(self):
         """A vision-language model loads the adapter of its language model with `language_model` in the names."""
         vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
@@ -580,8 +572,7 @@ class CommandTest(unittest.TestCase):
         config = Qwen3_5MoeConfig(text_config={**TEXT_CONFIG, **EXPERTS}, vision_config=vision)
         self.save("whole_mixture", AutoModelForImageTextToText.from_config(config))
         command = ["--lora", "--experts", "--lora-rank=4", "--max-steps=3", "--learning-rate=0.05"]
-        status, _, err = self.train(*command, model="whole_mixture")
-        self.assertEqual(status, 0, err)
+        self.succeeds(*command, model="whole_mixture")
         (block,) = (block for block in pages.blocks(LORA_PAGE.read_text()) if "language_model" in block.code)
         shutil.copytree(self.output, self.directory / "adapter")
         with contextlib.chdir(self.directory):
@@ -612,8 +603,7 @@ class CommandTest(unittest.TestCase):
     def test_float8(self):
         self.save("deep", AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**DEEP_CONFIG)))
         with mock.patch.object(float8, "_LEAST_WORK", 0):
-            status, out, err = self.train("--float8", "--max-steps=1", "--lora", model="deep")
-        self.assertEqual(status, 0, err)
+            self.succeeds("--float8", "--max-steps=1", "--lora", model="deep")
         self.assertIn("linear_float8_lora", dispatch.implementations_used())
 
     def test_float8_is_checked_first(self):
@@ -628,16 +618,15 @@ class CommandTest(unittest.TestCase):
         lines = [json.dumps({"messages": row}) + "\n" for row in [*rows, *rows]]
         (source / "train.jsonl").write_text("".join(lines))
         with mock.patch("datasets.config.HF_DATASETS_CACHE", self.directory / "cache"):
-            status, out, err = self.train("--split=train[:50%]", "--max-steps=1", data=source)
-            self.assertEqual(status, 0, err)
+            out = self.succeeds("--split=train[:50%]", "--max-steps=1", data=source)
             self.assertIn("2 samples (messages)", out)
             want = make_samples(records(*({"messages": row} for row in rows)), self.tokenizer, 99).data
             for got, sample in zip(self.trainers[0].train_dataset, want, strict=True):
                 self.assertEqual(got["input_ids"].tolist(), sample["input_ids"].tolist())
                 self.assertEqual(got["labels"].tolist(), sample["labels"].tolist())
             output = self.directory / "other"
-            status, _, err = self.train("--split=test", data=source, output=output)
-            self.assertEqual((status, output.exists()), (1, False))
+            err = self.fails("--split=test", data=source, output=output)
+            self.assertFalse(output.exists())
             self.assertRegex(err, "a dataset with the split 'test', got .*Unknown split")
 
     @parameterized.expand(
@@ -658,24 +647,22 @@ class CommandTest(unittest.TestCase):
             self.save_mixture()
         command = [*arguments, "--max-steps=2", "--batch-size=2", "--learning-rate=0.02", "--warmup-steps=1"]
         whole = self.directory / "whole"
-        self.assertEqual(self.train(*command, output=whole, **where)[0], 0)
+        self.succeeds(*command, output=whole, **where)
         command += ["--save-steps=1"]
-        status, _, err = self.interrupted(*command, steps=1, **where)
-        self.assertEqual(status, 130)
+        err = self.interrupted(*command, steps=1, **where)
         said = f"step 1; {self.output}/checkpoint-1 is complete; --resume continues from it\n"
         self.assertEqual(err, f"transformers-packed train: interrupted at {said}")
         # The files of a run that is killed while it writes a checkpoint.
         (self.output / "checkpoint-2").mkdir()
         (self.output / "checkpoint-2" / "trainer_state.json").write_text('{"epoch": 1')
-        status, out, err = self.train(*command, "--resume", **where)
-        self.assertEqual(status, 0, err)
+        out = self.succeeds(*command, "--resume", **where)
         self.assertIn(f"Resuming from {self.output}/checkpoint-1.", out)
         self.assertEqual(self.trainers[-1].state.global_step, 2)
         self.check_same_weights(whole, self.output)
 
     def test_a_run_is_resumed_by_its_own_command_alone(self):
         command = ["--lora", "--max-steps=2", "--save-steps=1", "--learning-rate=0.02"]
-        self.assertEqual(self.interrupted(*command, steps=1)[0], 130)
+        self.interrupted(*command, steps=1)
         for given, message in (
             (command, "which holds an earlier run. Add --resume to continue that run"),
             (
@@ -686,12 +673,10 @@ class CommandTest(unittest.TestCase):
             ([*command, "--resume", "--optim=paged_adamw_8bit"], "got --optim paged_adamw_8bit instead of adamw"),
             ([*command[1:], "--resume"], "got --lora-rank None instead of 16"),
         ):
-            status, _, err = self.train(*given)
-            self.assertEqual(status, 1)
-            self.assertRegex(err, message)
+            self.assertRegex(self.fails(*given), message)
 
     def interrupted(self, *command, steps, **where):
-        """Interrupt the command after some steps."""
+        """Interrupt the command after some steps. Return what it says."""
         original = CallbackHandler.on_step_begin
 
         def on_step_begin(handler, args, state, control):
@@ -700,7 +685,9 @@ class CommandTest(unittest.TestCase):
             return original(handler, args, state, control)
 
         with mock.patch.object(CallbackHandler, "on_step_begin", on_step_begin):
-            return self.train(*command, **where)
+            status, _, err = self.train(*command, **where)
+        self.assertEqual(status, 130)
+        return err
 
     def check_same_weights(self, one, other):
         name = "adapter_model.safetensors" if (one / "adapter_config.json").exists() else "model.safetensors"
@@ -712,52 +699,46 @@ class CommandTest(unittest.TestCase):
     def test_resume_before_the_first_checkpoint_and_after_the_end(self):
         command = ["--max-steps=2", "--learning-rate=0.02"]
         whole = self.directory / "whole"
-        self.assertEqual(self.train(*command, "--resume", output=whole)[0], 0)
-        status, _, err = self.interrupted(*command, steps=1)
-        self.assertEqual(status, 130)
+        self.succeeds(*command, "--resume", output=whole)
+        err = self.interrupted(*command, steps=1)
         self.assertEqual(
             err,
             "transformers-packed train: interrupted at step 1; no checkpoint was written, so the same command starts "
             "from the beginning\n",
         )
-        status, out, err = self.train(*command, "--resume")
-        self.assertEqual(status, 0, err)
+        out = self.succeeds(*command, "--resume")
         self.assertIn(f"No checkpoint in {self.output} yet: starting from the beginning.\n", out)
         self.check_same_weights(whole, self.output)
-        status, _, err = self.train(*command, "--resume")
-        self.assertEqual(status, 1)
-        self.assertRegex(err, "an unfinished run, or a run with checkpoints, got a finished run")
+        self.assertRegex(
+            self.fails(*command, "--resume"), "an unfinished run, or a run with checkpoints, got a finished run"
+        )
 
     def test_starting_over_before_the_first_checkpoint(self):
         """The folder then holds only the settings, and perhaps an incomplete checkpoint."""
         command = ["--max-steps=2", "--learning-rate=0.02"]
         whole = self.directory / "whole"
-        self.assertEqual(self.train(*command, output=whole)[0], 0)
-        self.assertEqual(self.interrupted(*command, steps=1)[0], 130)
+        self.succeeds(*command, output=whole)
+        self.interrupted(*command, steps=1)
         settings = self.output / run_folder.SETTINGS_FILE
         before = settings.read_bytes()
 
         other = self.output / "notes.txt"
         other.write_text("x")
-        status, _, err = self.train(*command)
-        self.assertEqual(status, 1)
         self.assertRegex(
-            err, "a new or empty directory, got .*/output, which holds other files [(]notes.txt[)]. Remove them"
+            self.fails(*command),
+            "a new or empty directory, got .*/output, which holds other files [(]notes.txt[)]. Remove them",
         )
         self.assertEqual((other.read_text(), settings.read_bytes()), ("x", before))
         other.unlink()
 
         (self.output / "partial" / "checkpoint-2").mkdir(parents=True)
-        status, out, err = self.train(*command)
-        self.assertEqual(status, 0, err)
+        out = self.succeeds(*command)
         self.assertIn(f"The earlier run in {self.output} wrote no checkpoint: starting over.\n", out)
         self.assertNotIn("starting over", self.train(*command, output=self.directory / "first")[1])
         self.check_same_weights(whole, self.output)
         self.assertFalse((self.output / "partial").exists())
 
-        status, _, err = self.train(*command)
-        self.assertEqual(status, 1)
-        self.assertRegex(err, "which holds a finished run. Choose another --output.")
+        self.assertRegex(self.fails(*command), "which holds a finished run. Choose another --output.")
 
     @contextlib.contextmanager
     def small_disk(self, method, size, after=0):
@@ -785,55 +766,49 @@ class CommandTest(unittest.TestCase):
     def test_a_full_disk_while_a_checkpoint_is_written(self):
         command = ["--max-steps=5", "--learning-rate=0.02", "--batch-size=2"]
         whole = self.directory / "whole"
-        self.assertEqual(self.train(*command, output=whole)[0], 0)
+        self.succeeds(*command, output=whole)
         command += ["--save-steps=2"]
         with self.small_disk("_save_optimizer_and_scheduler", 20_000, after=1):
-            status, _, err = self.train(*command)
-        self.assertEqual(status, 1)
+            err = self.fails(*command)
         self.assertEqual(len(err.splitlines()), 1, err)
         self.assertRegex(
             err, "train: checkpoint-4 cannot be written to .*/output, with [0-9,]+ MiB of free space [(].+[)]; "
         )
         self.assertIn(f"; {self.output}/checkpoint-2 is complete; --resume continues from it", err)
         self.check_nothing_partial("checkpoint-2")
-        status, out, err = self.train(*command, "--resume")
-        self.assertEqual(status, 0, err)
+        out = self.succeeds(*command, "--resume")
         self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
         self.check_same_weights(whole, self.output)
 
     def test_a_full_disk_while_the_model_is_written(self):
         command = ["--max-steps=3", "--learning-rate=0.02", "--batch-size=2", "--save-steps=2"]
         with self.small_disk("save_model", 20_000, after=2):
-            status, _, err = self.train(*command)
-        self.assertEqual(status, 1)
+            err = self.fails(*command)
         self.assertEqual(len(err.splitlines()), 1, err)
         self.assertRegex(err, "the model cannot be written to .*checkpoint-3 is complete; --resume continues from it")
         self.check_nothing_partial("checkpoint-2", "checkpoint-3")
-        status, out, err = self.train(*command, "--resume")
-        self.assertEqual(status, 0, err)
+        out = self.succeeds(*command, "--resume")
         self.assertIn("No steps left to train.", out)
         saved = load_file(self.output / "model.safetensors")
         # If saving fails, the existing model is kept.
         with self.small_disk("save_model", 20_000):
-            self.assertEqual(self.train(*command, "--resume")[0], 1)
+            self.fails(*command, "--resume")
         self.assertEqual(load_file(self.output / "model.safetensors").keys(), saved.keys())
         AutoModelForCausalLM.from_pretrained(self.output)
 
     def test_damaged_checkpoints_are_named(self):
         command = ["--max-steps=5", "--batch-size=2", "--save-steps=2"]
-        self.assertEqual(self.interrupted(*command, steps=4)[0], 130)
+        self.interrupted(*command, steps=4)
         for name in ("model.safetensors", "optimizer.pt", "trainer_state.json"):
             damaged = Path(shutil.copytree(self.output, self.directory / name))
             for path in damaged.glob(f"checkpoint-*/{name}"):
                 path.write_bytes(path.read_bytes()[:-50])
-            status, _, err = self.train(*command, "--resume", output=damaged)
-            self.assertEqual(status, 1)
+            err = self.fails(*command, "--resume", output=damaged)
             wrong = [f"{damaged}/checkpoint-{n}, which is incomplete or damaged [(]{name}: [^;]+[)]" for n in (4, 2)]
             wrong = f"--resume: .* got {'; '.join(wrong)}. Restore it, or delete it"
             self.assertRegex(err, f"^transformers-packed train: {wrong}")
         (self.output / "checkpoint-4" / "model.safetensors").unlink()
-        status, out, err = self.train(*command, "--resume")
-        self.assertEqual(status, 0, err)
+        out = self.succeeds(*command, "--resume")
         self.assertRegex(out, "Skipped .*/checkpoint-4, which is incomplete or damaged [(]no weights[)][.]")
         self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
 
@@ -846,8 +821,7 @@ class CommandTest(unittest.TestCase):
         if find_spec(optimizer.package) is None:
             self.skipTest(f"needs {optimizer.package}")
         with self.assertNoLogs("transformers_packed.training.callbacks.weights", "WARNING"):
-            status, out, err = self.train("--max-steps=1", "--optim", name)
-        self.assertEqual(status, 0, err)
+            out = self.succeeds("--max-steps=1", "--optim", name)
         self.assertEqual("The first step compiles" in out, optimizer.package == "torchao")
         trainer, dtype = self.trainers[-1], getattr(torch, optimizer.weights)
         self.assertEqual({x.dtype for x in load_file(self.output / "model.safetensors").values()}, {dtype})
@@ -863,8 +837,7 @@ class CommandTest(unittest.TestCase):
                 released.append(all(x.grad is None for x in model.parameters()))
 
         with self.flash(), mock.patch.object(finetune, "_Progress", lambda *given: Gone()):
-            status, _, err = self.train("--max-steps=2", "--optim=flash_adamw_release", "--learning-rate=0.01")
-        self.assertEqual((status, err), (0, ""))
+            self.succeeds("--max-steps=2", "--optim=flash_adamw_release", "--learning-rate=0.01")
         self.assertEqual(released, [True, True])
         trainer = self.trainers[-1]
         self.assertEqual((trainer.args.max_grad_norm, trainer.model.dtype), (0, torch.bfloat16))
@@ -908,8 +881,7 @@ class CommandTest(unittest.TestCase):
         """Under autocast, trained weights stay float32, and the base of an adapter is bfloat16."""
         for arguments, base in (([], torch.float32), (["--lora"], torch.bfloat16)):
             output = self.directory / str(base)
-            status, out, err = self.train("--dtype=bfloat16", "--max-steps=1", *arguments, output=output)
-            self.assertEqual(status, 0, err)
+            out = self.succeeds("--dtype=bfloat16", "--max-steps=1", *arguments, output=output)
             self.assertIn("bfloat16 on cpu", out)
             for name, parameter in self.trainers[-1].model.named_parameters():
                 want = torch.float32 if parameter.requires_grad else base

@@ -18,6 +18,20 @@ def run_command(*arguments) -> tuple[int, str, str]:
     return status, stdout.getvalue(), stderr.getvalue()
 
 
+def succeeds(*arguments) -> str:
+    """Return what a command that succeeds prints, without a word to stderr."""
+    status, out, err = run_command(*arguments)
+    assert (status, err) == (0, ""), err
+    return out
+
+
+def fails(*arguments, status=1) -> str:
+    """Return the error of a command that fails."""
+    found, _, err = run_command(*arguments)
+    assert found == status, err
+    return err
+
+
 def run_main(script, *arguments) -> str:
     """Call `main` of a module with these arguments of the process. Return the output."""
     command = [script.__file__, *map(str, arguments)]
