@@ -1,6 +1,8 @@
 """Small models with the head dimensions of the released ones."""
 
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+import torch
+from mixins.model import packed_batch
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
@@ -44,3 +46,32 @@ FAMILIES = {
     "qwen3_5_27b": (qwen3_5.Qwen3_5ForCausalLM, Qwen3_5TextConfig, HEADS_27B),
     "qwen3_5_moe": (qwen3_5_moe.Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, EXPERTS),
 }
+
+
+def model_on_gpu(
+    family: str = "qwen3_5", dtype=torch.bfloat16, all_experts: bool = False, **options
+) -> torch.nn.Module:
+    """Build a model in train mode, with the same weights each time.
+
+    With `all_experts`, all experts process all tokens, because rounding may change the experts that a router chooses.
+    """
+    cls, config_class, own = FAMILIES[family]
+    if all_experts and "num_experts" in own:
+        options["num_experts_per_tok"] = own["num_experts"]
+    set_seed(0)
+    return cls._from_config(config_class(**REAL_HEADS | own | options), dtype=dtype).cuda().train()
+
+
+def random_documents(lengths, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 97, (n,), generator=generator) for n in lengths]
+
+
+def on_gpu(batch: dict) -> dict:
+    return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+
+
+def row_on_gpu(lengths, seed: int = 1) -> dict:
+    """Collate random documents. Their boundaries stay on the host, where the model reads them."""
+    row = packed_batch(random_documents(lengths, seed), "cu_seqlens")
+    return on_gpu(row) | {"cu_seqlens": row["cu_seqlens"]}

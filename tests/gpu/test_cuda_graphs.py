@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from common.gpu import needs_gpu, report
 from common.processes import run_processes
-from common.real_heads import FAMILIES, REAL_HEADS
-from mixins.model import packed_batch, total_relative_error
+from common.real_heads import model_on_gpu, row_on_gpu
+from mixins.model import total_relative_error
 from parameterized import parameterized
 from torch.nn.parallel import DistributedDataParallel
 from transformers import set_seed
@@ -30,12 +30,6 @@ FULL = {"several": [300, 1, 63, 64, 596], "one": [1024], "thirty": [34] * 29 + [
 SHORT = {"one": [700], "several": [3, 500, 64, 1], "six": [20] * 6}
 
 
-def row_of(lengths, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    row = packed_batch([torch.randint(1, 97, (n,), generator=generator) for n in lengths], "cu_seqlens")
-    return {name: x.cuda() if name != "cu_seqlens" else x for name, x in row.items()}
-
-
 def rule(name):
     """Allow only this implementation of the gated delta rule, or any if none is given."""
     from importlib import import_module
@@ -46,9 +40,7 @@ def rule(name):
 
 def models_of(family="qwen3_5", dtype=torch.bfloat16):
     """Build a model with graphs and one without."""
-    cls, config_class, options = FAMILIES[family]
-    set_seed(0)
-    plain = cls._from_config(config_class(**REAL_HEADS | options), dtype=dtype).cuda().train()
+    plain = model_on_gpu(family, dtype)
     return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH), plain
 
 
@@ -66,7 +58,7 @@ def steps_under_ddp():
             for number, lengths in enumerate((*FULL.values(), *SHORT.values())):
                 # The first rows only accumulate gradients.
                 with wrapped.no_sync() if number < 2 else nullcontext():
-                    loss = wrapped(**row_of(lengths, seed=2 * number + dist.get_rank())).loss
+                    loss = wrapped(**row_on_gpu(lengths, seed=2 * number + dist.get_rank())).loss
                     loss.backward()
                 losses.append(loss.item())
             results += [losses, {name: x.grad.float().cpu() for name, x in model.named_parameters()}]
@@ -94,11 +86,11 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         losses, gradients = [], []
         # Losses of earlier rows may still be held during the next recording.
         with self.precision:
-            held = [model(**row_of([64])).loss for model in (graphed, plain)]
+            held = [model(**row_on_gpu([64])).loss for model in (graphed, plain)]
         for loss in held:
             loss.backward()
         for lengths in rows:
-            (a, found), (b, expected) = (self.step(model, row_of(lengths)) for model in (graphed, plain))
+            (a, found), (b, expected) = (self.step(model, row_on_gpu(lengths)) for model in (graphed, plain))
             losses.append(abs(a - b) / b)
             gradients.append(total_relative_error(found, expected))
         self.assertEqual(self.warnings, [])
@@ -135,7 +127,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
             load = ExpertLoad(model, torch.device("cuda", torch.cuda.current_device()))
             for lengths in rows:
                 load.start(sum(lengths))
-                loss = model(**row_of(lengths)).loss
+                loss = model(**row_on_gpu(lengths)).loss
                 load.add()
                 loss.backward()
             (total,) = load._totals
@@ -151,7 +143,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         graphed, plain = models_of()
         for model in (graphed, plain):
             for lengths in (*FULL.values(), *SHORT.values()):
-                model(**row_of(lengths)).loss.backward()
+                model(**row_on_gpu(lengths)).loss.backward()
         found, expected = (
             {name: x.grad.float() for name, x in model.named_parameters()} for model in (graphed, plain)
         )
@@ -217,7 +209,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         """Return the bytes that the allocator keeps for the graphs of a row."""
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
-        model(**row_of([1024])).loss.backward()
+        model(**row_on_gpu([1024])).loss.backward()
         model.zero_grad()
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved() - before
@@ -285,7 +277,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
             losses.append([])
             for seed in range(8):
                 optimizer.zero_grad()
-                loss = model(**row_of([300, 724], seed=seed % 2)).loss
+                loss = model(**row_on_gpu([300, 724], seed=seed % 2)).loss
                 loss.backward()
                 optimizer.step()
                 losses[-1].append(loss.item())
@@ -298,7 +290,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
     def test_documents_stay_apart(self, kernel):
         graphed, _ = models_of()
         lengths = [300, 100, 64, 500]
-        row = {name: x for name, x in row_of(lengths).items() if name != "labels"}
+        row = {name: x for name, x in row_on_gpu(lengths).items() if name != "labels"}
         changed = dict(row, input_ids=row["input_ids"].clone())
         changed["input_ids"][0, 300:400] = changed["input_ids"][0, 300:400] % 96 + 1
         with rule(kernel):

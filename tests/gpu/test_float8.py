@@ -5,9 +5,10 @@ import unittest
 
 import pytest
 import torch
+from common.fused import relative
 from common.gpu import report
-from common.real_heads import FAMILIES, REAL_HEADS
-from mixins.model import packed_batch, total_relative_error
+from common.real_heads import FAMILIES, model_on_gpu, row_on_gpu
+from mixins.model import total_relative_error
 from parameterized import parameterized
 from transformers import set_seed
 
@@ -26,19 +27,7 @@ def chosen(layer, name):
     return "layers." in name and name.rpartition(".")[2] not in OTHERS and "shared_expert_gate" not in name
 
 
-def model_of(family, dtype=torch.bfloat16):
-    cls, config_class, options = FAMILIES[family]
-    set_seed(0)
-    return cls._from_config(config_class(**REAL_HEADS | options), dtype=dtype).cuda().train()
-
-
-def row_of(lengths=LENGTHS, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return packed_batch([torch.randint(1, 97, (n,), generator=generator) for n in lengths], "cu_seqlens")
-
-
 def run(model, row):
-    row = {name: x.cuda() if name != "cu_seqlens" else x for name, x in row.items()}
     model.zero_grad()
     output = model(**row, use_cache=False)
     output.loss.backward()
@@ -59,10 +48,6 @@ def layers_on(device, x, weights, matrices, gradients):
     leaves = [leaf for leaf in (x, *weights, *matrices) if leaf.requires_grad]
     found = torch.autograd.grad(outputs, leaves, to(device, *gradients))
     return [y.detach().cpu() for y in (*outputs, *found)]
-
-
-def relative(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 @pytest.mark.gpu
@@ -123,7 +108,7 @@ class Float8Test(unittest.TestCase):
 
     @parameterized.expand(FAMILIES)
     def test_models(self, family):
-        model, row = model_of(family), row_of()
+        model, row = model_on_gpu(family), row_on_gpu(LENGTHS)
         expected, gradients = run(model, row)
         use_float8(model, chosen)
         output, found = run(model, row)
@@ -140,8 +125,8 @@ class Float8Test(unittest.TestCase):
         self.assertTrue(torch.equal(run(model, other)[0].logits[:, -LENGTHS[-1] :], output.logits[:, -LENGTHS[-1] :]))
 
     def test_graphs_cast_changed_weights(self):
-        model = use_float8(model_of("qwen3_5"), chosen)
-        graphs, row = use_cuda_graphs(copy.deepcopy(model), sum(LENGTHS)), row_of()
+        model = use_float8(model_on_gpu("qwen3_5"), chosen)
+        graphs, row = use_cuda_graphs(copy.deepcopy(model), sum(LENGTHS)), row_on_gpu(LENGTHS)
         for step in range(3):
             (a, first), (b, second) = (run(m, row) for m in (model, graphs))
             self.assertEqual(a.loss.item(), b.loss.item(), step)
@@ -153,11 +138,11 @@ class Float8Test(unittest.TestCase):
                         p.data.mul_(0.9)
 
     def test_gradient_checkpointing_changes_nothing(self):
-        model, row = use_float8(model_of("qwen3_5"), chosen), row_of()
+        model, row = use_float8(model_on_gpu("qwen3_5"), chosen), row_on_gpu(LENGTHS)
         expected = run(model, row)[0].loss.item()
         model.gradient_checkpointing_enable({"use_reentrant": True})
         self.assertEqual(run(model, row)[0].loss.item(), expected)
 
     def test_another_dtype_is_refused(self):
         with self.assertRaisesRegex(ValueError, "bfloat16"):
-            run(use_float8(model_of("qwen3_5", torch.float32), chosen), row_of())
+            run(use_float8(model_on_gpu("qwen3_5", torch.float32), chosen), row_on_gpu(LENGTHS))

@@ -4,11 +4,10 @@ import unittest
 
 import pytest
 import torch
-from common.real_heads import FAMILIES, REAL_HEADS
+from common.real_heads import model_on_gpu, on_gpu, random_documents
 from mixins.model import gradients, packed_batch
 from parameterized import parameterized
 from torch.profiler import ProfilerActivity, profile
-from transformers import set_seed
 
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops import implementations_used
@@ -33,12 +32,7 @@ class KeptAttentionTest(unittest.TestCase):
         """With deterministic kernels, no bit changes."""
         torch.use_deterministic_algorithms(kernel == "varlen_attn")
         self.addCleanup(torch.use_deterministic_algorithms, False)
-        cls, config_class, options = FAMILIES["qwen3_5"]
-        set_seed(0)
-        model = cls._from_config(config_class(**REAL_HEADS | options), dtype=torch.bfloat16).cuda().train()
-        generator = torch.Generator().manual_seed(0)
-        batch = packed_batch([torch.randint(1, 97, (n,), generator=generator) for n in lengths])
-        batch = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+        model, batch = model_on_gpu(), on_gpu(packed_batch(random_documents(lengths)))
         expected, twice = self.run_with(model, batch)
         actual, once = self.run_with(model, batch, keep_attention=True)
         self.assertIn(kernel, implementations_used()["attention"])

@@ -7,7 +7,7 @@ import warnings
 import torch
 from accelerate import dispatch_model
 from common.gpu import kept, lengths_of, needs_gpu, report, synchronising_is_an_error
-from common.real_heads import FAMILIES, REAL_HEADS
+from common.real_heads import FAMILIES, REAL_HEADS, on_gpu, random_documents
 from mixins.model import alone, gradients, packed_batch, padded_batch, relative_error, total_relative_error
 from mixins.vision import document as make_document
 from mixins.vision import vision_config
@@ -22,15 +22,6 @@ from transformers_packed.ops import dispatch, implementations_used
 
 LENGTHS = (1, 2, 3, 63, 64, 65, 130, 300, 700)
 ATTENTION = ("sdpa", "flex_attention", "flash_attention_2")
-
-
-def on_gpu(batch: dict) -> dict:
-    return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
-
-
-def make_documents(lengths) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(1, 97, (n,), generator=generator) for n in lengths]
 
 
 @needs_gpu
@@ -83,23 +74,23 @@ class CudaModelsTest(unittest.TestCase):
     @parameterized.expand([(family, attention) for family in FAMILIES for attention in ATTENTION])
     def test_bfloat16(self, family, attention):
         oracle, model = self.models(family, torch.bfloat16, attention)
-        self.check(f"{family}, bfloat16", model, oracle, make_documents(LENGTHS), (2e-2, 5e-2))
+        self.check(f"{family}, bfloat16", model, oracle, random_documents(LENGTHS), (2e-2, 5e-2))
 
     @parameterized.expand([(1,), (34,), (1000,)])
     def test_65536_tokens(self, documents):
         oracle, model = self.models("qwen3_5", torch.bfloat16)
-        documents = make_documents(lengths_of(documents))
+        documents = random_documents(lengths_of(documents))
         self.check(f"qwen3_5, bfloat16, 65536 tokens in {len(documents)}", model, oracle, documents, (2e-2, 5e-2))
 
     @parameterized.expand([(family,) for family in FAMILIES])
     def test_float32(self, family):
         oracle, model = self.models(family, torch.float32)
-        self.check(f"{family}, float32", model, oracle, make_documents(LENGTHS), (1e-4, 1e-4))
+        self.check(f"{family}, float32", model, oracle, random_documents(LENGTHS), (1e-4, 1e-4))
 
     def test_compiled(self):
         """`torch.compile` with its default backend computes what the model computes without it."""
         _, model = self.models("qwen3_5", torch.bfloat16)
-        batch = on_gpu(packed_batch(make_documents(LENGTHS)))
+        batch = on_gpu(packed_batch(random_documents(LENGTHS)))
         expected = model(**batch)
         expected_gradients = gradients(model, expected.loss)
         compiled = torch.compile(model)
@@ -111,13 +102,13 @@ class CudaModelsTest(unittest.TestCase):
     def test_autocast(self):
         oracle, model = self.models("qwen3_5", torch.float32)
         with torch.autocast("cuda", torch.bfloat16):
-            self.check("qwen3_5, float32 under autocast", model, oracle, make_documents(LENGTHS), (2e-2, 5e-2))
+            self.check("qwen3_5, float32 under autocast", model, oracle, random_documents(LENGTHS), (2e-2, 5e-2))
 
     def test_gradient_checkpointing_changes_nothing(self):
         _, model = self.models("qwen3_5", torch.bfloat16)
         torch.use_deterministic_algorithms(True)
         self.addCleanup(torch.use_deterministic_algorithms, False)
-        batch = on_gpu(packed_batch(make_documents(LENGTHS)))
+        batch = on_gpu(packed_batch(random_documents(LENGTHS)))
         expected = gradients(model, model(**batch).loss)
         for reentrant in (False, True):
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -128,7 +119,7 @@ class CudaModelsTest(unittest.TestCase):
     def test_no_document_sees_another(self, family, attention):
         _, model = self.models(family, torch.bfloat16, attention)
         poisons = (0.5,) if attention == "flex_attention" else (0.5, float("nan"))
-        batch = on_gpu(packed_batch(make_documents(LENGTHS)))
+        batch = on_gpu(packed_batch(random_documents(LENGTHS)))
         embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach()
         del batch["labels"]
         with torch.no_grad():
@@ -156,7 +147,7 @@ class CudaModelsTest(unittest.TestCase):
         for documents in (34, 35):
             lengths = lengths_of(documents)
             boundaries = SequenceBoundaries.from_lengths(lengths, device="cuda")
-            input_ids = torch.cat(make_documents(lengths))[None].cuda()
+            input_ids = torch.cat(random_documents(lengths))[None].cuda()
             batch = {"input_ids": input_ids, "labels": input_ids, "boundaries": boundaries}
             if documents == 34:
                 # Compile and tune.
@@ -169,7 +160,7 @@ class CudaModelsTest(unittest.TestCase):
     def test_padding_is_packed(self, family):
         """A padded batch gives the results of the packed row, with one host sync for the mask."""
         _, model = self.models(family, torch.bfloat16)
-        documents = make_documents(LENGTHS)
+        documents = random_documents(LENGTHS)
         row = on_gpu(packed_batch(documents))
         for side in ("left", "right"):
             batch = on_gpu({**padded_batch(documents, side), "use_cache": False})
@@ -196,7 +187,7 @@ class CudaModelsTest(unittest.TestCase):
     @parameterized.expand([("on_the_gpu", None), ("spread_by_accelerate", 1)])
     def test_patch_a_model_that_is_there(self, _, on_the_host):
         oracle, _ = self.models("qwen3_5", torch.float32)
-        documents = make_documents(LENGTHS)
+        documents = random_documents(LENGTHS)
         model = builtin.Qwen3_5ForCausalLM(oracle.config)
         model.load_state_dict(oracle.state_dict())
         if on_the_host is None:
@@ -252,7 +243,7 @@ class CudaModelsTest(unittest.TestCase):
     def test_generates_as_on_the_cpu(self):
         """The cached path: a chunked prefill, then one token at a time."""
         oracle, model = self.models("qwen3_5", torch.bfloat16)
-        (prompt,) = make_documents([70])
+        (prompt,) = random_documents([70])
         logits = oracle(prompt[None]).logits[0]
         cache, outputs = None, []
         with torch.no_grad():

@@ -4,7 +4,7 @@ import unittest
 
 import torch
 from common.gpu import needs_gpu, report, synchronising_is_an_error
-from common.real_heads import FAMILIES, REAL_HEADS
+from common.real_heads import model_on_gpu
 from parameterized import parameterized
 from transformers import set_seed
 
@@ -32,20 +32,20 @@ def case(routing: str, adapted: bool = False, tokens: int = 700):
     return logits.bfloat16(), [x.bfloat16() for x in tensors], 5 if routing == "experts_of_other_devices" else NUMBER
 
 
+def compute(leaves, here=NUMBER, impl="auto"):
+    """The experts that the router chooses. An index from `here` on is an expert on another device."""
+    weights, index = choose_experts(leaves[0], TOP, impl=impl)
+    x, gate_up, down, *matrices = leaves[1:]
+    adapters = {}
+    if matrices:
+        adapters = {"gate_up_adapter": Adapter(*matrices[:2], 1.5), "down_adapter": Adapter(*matrices[2:], 0.5)}
+    return experts(x, index, weights, gate_up[:here], down[:here], **adapters, impl=impl)
+
+
 def run(impl, logits, tensors, here, dtype=torch.bfloat16):
     """Return the result and all gradients."""
     leaves = [x.to(dtype, copy=True).requires_grad_() for x in (logits, *tensors)]
-    weights, index = choose_experts(leaves[0], TOP, impl=impl)
-    # An index from the number of weights on is an expert on another device.
-    x, gate_up, down, *matrices = leaves[1:]
-    call = x, index, weights, gate_up[:here], down[:here]
-    adapters = {}
-    if matrices:
-        adapters = {
-            "gate_up_adapter": Adapter(*matrices[:2], 1.5),
-            "down_adapter": Adapter(*matrices[2:], 0.5),
-        }
-    y = experts(*call, **adapters, impl=impl)
+    y = compute(leaves, here, impl)
     upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).cuda().to(dtype)
     return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
 
@@ -87,11 +87,7 @@ class CudaExpertsTest(unittest.TestCase):
     def token_results(self, logits, x, weights, mine=slice(None)):
         """Return the result and the gradients of the tokens `mine`, whose upstream gradient is always the same."""
         leaves = [t.clone().requires_grad_() for t in (logits, x)]
-        chosen, index = choose_experts(leaves[0], TOP)
-        adapters = {}
-        if len(weights) > 2:
-            adapters = {"gate_up_adapter": Adapter(*weights[2:4], 1.5), "down_adapter": Adapter(*weights[4:], 0.5)}
-        y = experts(leaves[1], index, chosen, *weights[:2], **adapters)
+        y = compute([*leaves, *weights])
         upstream = torch.ones_like(y)
         upstream[mine] = torch.randn(700, HIDDEN, generator=torch.Generator().manual_seed(1)).cuda().bfloat16()
         return [t[mine] for t in (y.detach(), *torch.autograd.grad(y, leaves, upstream))]
@@ -102,9 +98,7 @@ class CudaExpertsTest(unittest.TestCase):
 
         def step():
             leaves = [x.clone().requires_grad_() for x in (inputs[0], *inputs[1])]
-            weights, index = choose_experts(leaves[0], TOP)
-            adapters = Adapter(*leaves[4:6], 1.5), Adapter(*leaves[6:], 0.5)
-            y = experts(leaves[1], index, weights, *leaves[2:4], gate_up_adapter=adapters[0], down_adapter=adapters[1])
+            y = compute(leaves)
             torch.autograd.grad(y, leaves, upstream)
 
         step()
@@ -113,10 +107,7 @@ class CudaExpertsTest(unittest.TestCase):
 
     @parameterized.expand([("qwen3_next_moe",), ("qwen3_5_moe",)])
     def test_the_audit_finds_exactly_nothing(self, family):
-        cls, config_class, options = FAMILIES[family]
-        set_seed(0)
-        model = cls._from_config(config_class(**REAL_HEADS | options), dtype=torch.bfloat16).cuda()
-        found = audit_model(model, lengths=[130, 1, 65, 200])
+        found = audit_model(model_on_gpu(family), lengths=[130, 1, 65, 200])
         self.assertTrue(found.ok, found.table())
         self.assertIn("triton", implementations_used()["experts"])
         self.assertFalse([note for note in found.notes if "experts" in note])

@@ -6,10 +6,9 @@ import unittest
 
 import torch
 from common.gpu import needs_gpu, report
-from common.real_heads import FAMILIES, REAL_HEADS
+from common.real_heads import model_on_gpu
 from mixins.model import total_relative_error
 from parameterized import parameterized
-from transformers import set_seed
 
 from transformers_packed import (
     DataCollatorWithFlattening,
@@ -28,10 +27,7 @@ DECLARED = {"qwen3_next_moe": "num_nextn_predict_layers"}
 
 
 def make_model(family="qwen3_5", dtype=torch.bfloat16):
-    cls, config_class, options = FAMILIES[family]
-    set_seed(0)
-    options = {**options, DECLARED.get(family, "mtp_num_hidden_layers"): 1}
-    model = cls._from_config(config_class(**REAL_HEADS | options), dtype=dtype).cuda().train()
+    model = model_on_gpu(family, dtype, **{DECLARED.get(family, "mtp_num_hidden_layers"): 1})
     add_mtp(model)
     model.losses = (*OWN, MtpLoss(0.5))
     return model

@@ -6,11 +6,10 @@ from functools import partial
 import pytest
 import torch
 from common.gpu import report, synchronising_is_an_error
-from common.real_heads import FAMILIES, REAL_HEADS
+from common.real_heads import REAL_HEADS, model_on_gpu, on_gpu, random_documents
 from mixins.model import gradients, packed_batch
 from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint
-from transformers import set_seed
 
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops.offload import Copies, HostCheckpoints
@@ -22,9 +21,7 @@ LAYERS = REAL_HEADS["num_hidden_layers"]
 
 
 def row(*lengths: int) -> dict:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    batch = packed_batch([torch.randint(1, 97, (n,), generator=generator) for n in lengths])
-    return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    return on_gpu(packed_batch(random_documents(lengths, seed=sum(lengths))))
 
 
 @pytest.mark.gpu
@@ -35,9 +32,7 @@ class OffloadTest(unittest.TestCase):
     def setUp(self):
         torch.use_deterministic_algorithms(True)
         self.addCleanup(torch.use_deterministic_algorithms, False)
-        cls, config_class, options = FAMILIES["qwen3_5"]
-        set_seed(0)
-        self.model = cls._from_config(config_class(**REAL_HEADS | options), dtype=torch.bfloat16).cuda().train()
+        self.model = model_on_gpu()
         self.batch = row(*LENGTHS)
         self.enable(False)
 

@@ -7,10 +7,9 @@ from importlib.util import find_spec
 import torch
 from common.gpu import needs_gpu, report
 from common.optimizers import state_bytes
-from common.real_heads import FAMILIES, REAL_HEADS
+from common.real_heads import model_on_gpu
 from parameterized import parameterized
 from scripts.trainer_arms import Samples
-from transformers import set_seed
 
 from transformers_packed import GradientReleaseCallback, PackedTrainer, PackedTrainingArguments
 from transformers_packed.models.optimizers import OPTIMIZERS
@@ -23,19 +22,14 @@ STEPS = 6
 @needs_gpu
 class CudaOptimizersTest(unittest.TestCase):
     def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.directory = directory.name
+        self.directory = self.enterContext(tempfile.TemporaryDirectory())
 
     def make(self, name, family="qwen3_5", **options):
         optimizer = OPTIMIZERS[name]
         if find_spec(optimizer.package) is None:
             self.skipTest(f"needs {optimizer.package}")
-        cls, config_class, sizes = FAMILIES[family]
-        set_seed(0)
         # Parameters of more elements than small ones, whose states stay as they are.
-        config = config_class(**REAL_HEADS | sizes | {"vocab_size": 1024})
-        model = cls._from_config(config, dtype=getattr(torch, optimizer.weights))
+        model = model_on_gpu(family, getattr(torch, optimizer.weights), vocab_size=1024)
         args = PackedTrainingArguments(
             self.directory,
             padding_free=True,

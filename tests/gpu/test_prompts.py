@@ -8,11 +8,10 @@ import torch
 from common.fused import errors
 from common.gpu import needs_gpu, report
 from common.mixing_ops import BARS, AttentionCase, ConvCase, KimiCase, QkvCase, RuleCase, run_with_gradients
-from common.real_heads import FAMILIES, REAL_HEADS
+from common.real_heads import FAMILIES, model_on_gpu
 from common.trees import ROWS, documents_of, make_row
 from mixins.model import gradients, padded_batch, total_relative_error
 from parameterized import parameterized
-from transformers import set_seed
 
 from transformers_packed import SequenceBoundaries, audit_model
 from transformers_packed.ops import dispatch, implementations_used
@@ -41,12 +40,7 @@ def make_batch() -> tuple[dict, list[int]]:
 @needs_gpu
 class SharedPromptsTest(unittest.TestCase):
     def models(self, family):
-        cls, config_class, options = FAMILIES[family]
-        if "num_experts" in options:
-            # All experts process all tokens, because rounding may change the experts that a router chooses.
-            options = {**options, "num_experts_per_tok": options["num_experts"]}
-        set_seed(0)
-        model = cls._from_config(config_class(**REAL_HEADS | options), dtype=torch.bfloat16).cuda().train()
+        model = model_on_gpu(family, all_experts=True)
         return model, copy.deepcopy(model).float()
 
     def run_model(self, model, batch, shares):
@@ -157,13 +151,10 @@ class TreesTest(unittest.TestCase):
     @parameterized.expand([(name, dtype) for name in TREES for dtype in BARS])
     def test_isolation(self, name, dtype):
         """Siblings and cousins have no influence on each other, to the bit, in forward and backward."""
-        cls, config_class, options = FAMILIES["qwen3_5"]
-        set_seed(0)
-        model = cls._from_config(config_class(**REAL_HEADS | options), dtype=dtype).cuda()
         (lengths, parent_of), depends = ROWS[name], []
         for document, parent in enumerate(parent_of):
             depends.append({document, *(depends[parent] if parent >= 0 else ())})
-        report_of_row = audit_model(model, lengths=lengths, parent_of=parent_of)
+        report_of_row = audit_model(model_on_gpu(dtype=dtype), lengths=lengths, parent_of=parent_of)
         self.assertTrue(report_of_row.ok, report_of_row)
         result = report_of_row.sources["parent_of"]
         for matrix in (result.influence, result.backward):

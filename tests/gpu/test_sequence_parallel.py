@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from common.fused import relative
 from common.gpu import compile_one_configuration, report
 from common.isolation import find_leaks
 from common.processes import FSDP_ON_CPU, run_once, run_processes
@@ -165,16 +166,12 @@ def _random_cotangents(part):
     return lambda outputs: [part(_random_row(*y.shape[2:])).to(y) for y in outputs]
 
 
-def _error(a, b):
-    return ((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30)).item()
-
-
 def _errors(found, expected, part):
     """Return the largest errors of outputs and gradients in this rank's part. Weight gradients are sums over ranks."""
     outputs, tokens, weights = found
-    outputs = max(_error(a, part(b)) for a, b in zip(outputs, expected[0], strict=True))
-    gradients = [_error(a, part(b)) for a, b in zip(tokens, expected[1], strict=True)]
-    gradients += [_error(a, b) for a, b in zip(weights, expected[2], strict=True)]
+    outputs = max(relative(a, part(b)) for a, b in zip(outputs, expected[0], strict=True))
+    gradients = [relative(a, part(b)) for a, b in zip(tokens, expected[1], strict=True)]
+    gradients += [relative(a, b) for a, b in zip(weights, expected[2], strict=True)]
     return outputs, max(gradients)
 
 

@@ -4,10 +4,9 @@ import unittest
 
 import torch
 from common.gpu import needs_gpu, report
-from common.real_heads import FAMILIES, REAL_HEADS
+from common.real_heads import FAMILIES, model_on_gpu, on_gpu, random_documents
 from mixins.model import gradients, packed_batch, relative_error, total_relative_error
 from parameterized import parameterized
-from transformers import set_seed
 
 
 LENGTHS = (1, 64, 65, 130)
@@ -16,15 +15,7 @@ LENGTHS = (1, 64, 65, 130)
 @needs_gpu
 class CudaTouchedModulesTest(unittest.TestCase):
     def model_and_batch(self, family: str):
-        cls, config_class, options = FAMILIES[family]
-        if "num_experts" in options:
-            # All experts process all tokens, because rounding may change the experts that a router chooses.
-            options = {**options, "num_experts_per_tok": options["num_experts"]}
-        set_seed(0)
-        model = cls._from_config(config_class(**REAL_HEADS | options), dtype=torch.bfloat16).cuda().train()
-        generator = torch.Generator().manual_seed(0)
-        batch = packed_batch([torch.randint(1, 97, (n,), generator=generator) for n in LENGTHS])
-        return model, {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+        return model_on_gpu(family, all_experts=True), on_gpu(packed_batch(random_documents(LENGTHS)))
 
     @parameterized.expand([(family,) for family in FAMILIES])
     def test_every_hooked_module_runs(self, family):

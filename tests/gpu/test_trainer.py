@@ -10,9 +10,9 @@ from unittest import mock
 
 import torch
 from common.gpu import needs_gpu, report
-from common.real_heads import FAMILIES, REAL_HEADS
+from common.real_heads import model_on_gpu, random_documents
 from parameterized import parameterized
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from transformers_packed import configure_packing, patch_model
 from transformers_packed.models.cuda_graphs import records_graphs
@@ -44,15 +44,10 @@ class Recorded(TrainerCallback):
 @needs_gpu
 class CudaTrainerTest(unittest.TestCase):
     def trainer(self, **options):
-        cls, config_class, sizes = FAMILIES["qwen3_5"]
-        set_seed(0)
-        generator = torch.Generator().manual_seed(0)
-        documents = [torch.randint(1, 97, (n,), generator=generator).tolist() for n in range(20, 120)]
+        documents = [document.tolist() for document in random_documents(range(20, 120))]
         samples = [{"input_ids": ids, "labels": ids} for ids in documents]
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
         args = TrainingArguments(
-            directory.name,
+            self.enterContext(tempfile.TemporaryDirectory()),
             per_device_train_batch_size=8,
             max_steps=LAST + 1,
             bf16=True,
@@ -61,7 +56,7 @@ class CudaTrainerTest(unittest.TestCase):
             disable_tqdm=True,
             **options,
         )
-        return Trainer(cls._from_config(config_class(**REAL_HEADS | sizes)), args, train_dataset=samples)
+        return Trainer(model_on_gpu(dtype=torch.float32), args, train_dataset=samples)
 
     @parameterized.expand([(None,), (True,)])
     def test_graphs(self, choice):
@@ -99,13 +94,11 @@ class CudaTrainerTest(unittest.TestCase):
         """The scores and gradients of TRL's own head, for its loss and for another one."""
         from trl.trainer.utils import add_fused_lm_head
 
-        cls, config_class, options = FAMILIES["qwen3_5"]
         ids = torch.randint(1, 97, (1, 300), generator=torch.Generator().manual_seed(0)).cuda()
         labels = ids.masked_fill(ids < 20, -100)
         found = []
         for ours in (False, True):
-            set_seed(0)
-            model = cls._from_config(config_class(**REAL_HEADS | options)).cuda()
+            model = model_on_gpu(dtype=torch.float32)
             model.lm_head.weight.requires_grad_(not frozen)
             add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
             model = patch_model(model) if ours else model
