@@ -436,19 +436,25 @@ def saved_in(function: Callable) -> list[torch.Tensor]:
     return kept
 
 
-class LargestTensor(TorchDispatchMode):
-    """Record the number of elements of the largest new tensor, and the sizes of matrix products."""
+def beside(saved: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The saved tensors that are not parts of the given ones."""
+    known = {x.untyped_storage().data_ptr() for x in given}
+    return [x for x in saved if x is not None and x.untyped_storage().data_ptr() not in known]
 
-    def __init__(self):
+
+class LargestTensor(TorchDispatchMode):
+    """Record the number of elements of the largest new tensor, of one dtype if given, and the sizes of matrix products."""
+
+    def __init__(self, dtype: torch.dtype | None = None):
         super().__init__()
-        self.elements, self.products = 0, []
+        self.dtype, self.elements, self.products = dtype, 0, []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         given = {x.data_ptr() for x in args if isinstance(x, torch.Tensor)}
         for x in result if isinstance(result, tuple | list) else (result,):
             # Views and results of operations in place are not new.
-            if isinstance(x, torch.Tensor) and x.data_ptr() not in given:
+            if isinstance(x, torch.Tensor) and x.data_ptr() not in given and self.dtype in (None, x.dtype):
                 self.elements = max(self.elements, x.numel())
         if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
             self.products.append(tuple(result.shape))

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, eager_attention_forward
 
@@ -138,3 +139,18 @@ def run_with_gradients(case, impl, inputs, weight, boundaries):
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     output = case.run(impl, leaves, boundaries)
     return [output.detach(), *torch.autograd.grad((output.float() * weight).sum(), leaves)]
+
+
+def make_rule_inputs(length, batch=1, key_heads=2, value_heads=4, dtype=torch.float32, decay=0.2, by_channel=False):
+    """Draw queries, keys of unit length, values, log decays in (-`decay`, 0) and learning rates in (0, 1).
+
+    With `by_channel`, each channel of a key has a decay of its own, as in `kimi_delta_rule`.
+    """
+    inputs = [
+        torch.randn(batch, length, key_heads, 8),
+        F.normalize(torch.randn(batch, length, key_heads, 8), dim=-1),
+        torch.randn(batch, length, value_heads, 6),
+        -decay * torch.rand(batch, length, value_heads, *[8] * by_channel),
+        torch.rand(batch, length, value_heads),
+    ]
+    return [x.to(dtype).requires_grad_() for x in inputs]

@@ -10,6 +10,8 @@ from scripts.configured_arms import build
 from scripts.trainer_arms import CONFIGS, Samples
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from transformers_packed import configure_packing
+
 
 UPDATE_BAR = 1e-6
 
@@ -19,6 +21,12 @@ def said(call, *args, **kwargs) -> tuple[str, object]:
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         result = call(*args, **kwargs)
     return stdout.getvalue(), result
+
+
+def train_configured(trainer: Trainer, *args, **options) -> str:
+    """Configure packing and train. Return what the training prints."""
+    said(configure_packing, trainer, *args, **options)
+    return said(trainer.train)[0]
 
 
 def llama() -> LlamaForCausalLM:

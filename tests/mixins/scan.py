@@ -96,8 +96,7 @@ class ScanTesterMixin:
                 for x in inputs[:4]]  # fmt: skip
         inputs[:4] = (x[:, :, 1] for x in wide)
         self.assertFalse(any(x.is_contiguous() for x in inputs[:4]))
-        for a, b in zip(self.run_kernel(inputs), expected, strict=True):
-            self.assertTrue(torch.equal(a, b))
+        self.assert_same_bits(self.run_kernel(inputs), expected)
         batch = [torch.cat([x, -x]) for x in inputs[:4]]
         alone = [self.call(*(x[i : i + 1] for x in batch), *inputs[4:], impl="triton") for i in range(2)]
         self.assertTrue(torch.equal(self.call(*batch, *inputs[4:], impl="triton"), torch.cat(alone)))
@@ -107,9 +106,7 @@ class ScanTesterMixin:
         inputs = self.make_inputs(sum(SHORT), *self.buffer_sizes)
         plain = self.run_kernel(inputs, boundaries=boundaries)
         with guarded_buffers():
-            guarded = self.run_kernel(inputs, boundaries=boundaries)
-        for a, b in zip(guarded, plain, strict=True):
-            self.assertTrue(torch.equal(a, b))
+            self.assert_same_bits(self.run_kernel(inputs, boundaries=boundaries), plain)
 
     def test_boundaries_on_the_device_only(self):
         """As in a CUDA graph: documents may be empty, and the last one is."""

@@ -18,6 +18,10 @@ class InterpretedKernelsTest(unittest.TestCase):
             mock.patch.multiple("transformers_packed.ops.backends.triton.convolution", _TOKENS=2, _RUNS=32)
         )
 
+    def assert_same_bits(self, actual, expected, message=None):
+        for a, b in zip(actual, expected, strict=True):
+            self.assertTrue(torch.equal(a, b), message)
+
     def check_what_the_kernel_does_not_serve(self, call, message):
         with self.assertRaisesRegex(ValueError, message):
             call("triton")

@@ -19,13 +19,7 @@ from transformers_packed.ops import causal_conv1d_qkv
 from transformers_packed.ops.convolution import slots_of
 
 
-class InterpretedTest(InterpretedKernelsTest):
-    def assert_same_bits(self, actual, expected):
-        for a, b in zip(actual, expected, strict=True):
-            self.assertTrue(torch.equal(a, b))
-
-
-class HaloTest(InterpretedTest):
+class HaloTest(InterpretedKernelsTest):
     """A part of a row with the tokens before it, which the positions limit to the same document."""
 
     def compute(self, x, weight, position, upstream, halo=None):
@@ -66,7 +60,7 @@ class HaloTest(InterpretedTest):
         self.assert_same_bits(gradients[2:], [dx[start - (width - 1) : start]])
 
 
-class DocumentsTest(InterpretedTest):
+class DocumentsTest(InterpretedKernelsTest):
     """Documents in `causal_conv1d_qkv`. Its reference calls `causal_conv1d`, which has such tests of its own."""
 
     lengths = (3, 1, 9, 2)

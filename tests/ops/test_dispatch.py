@@ -5,7 +5,7 @@ import torch
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
-from transformers_packed.ops import attention, causal_conv1d, dispatch, gated_delta_rule, implementations_used
+from transformers_packed.ops import dispatch, implementations_used
 from transformers_packed.ops.dispatch import Implementation, choose, run
 from transformers_packed.parallel import RowShard
 from transformers_packed.shared_prompts import SharedPrompts
@@ -119,23 +119,3 @@ class DispatchTest(unittest.TestCase):
         with self.assertLogs(LOGGER, "WARNING") as logs:
             choose("op", "auto", table, on_gpu)
         self.assertEqual(logs.records[0].getMessage(), "op: reference (kernel: needs a GPU)")
-
-    def test_the_ops_record_what_ran(self):
-        boundaries = SequenceBoundaries.from_lengths([2, 3])
-        row = torch.randn(1, 5, 2, 4)
-        causal_conv1d(row[:, :, 0], torch.randn(4, 2), boundaries=boundaries)
-        gated_delta_rule(row, row, row, -row[..., 0].abs(), row[..., 1].sigmoid(), boundaries=boundaries)
-        for implementation in ("sdpa", "eager"):
-            module = torch.nn.Module()
-            module.config = mock.Mock(_attn_implementation=implementation)
-            heads = row.transpose(1, 2)
-            eager = mock.Mock(side_effect=lambda module, query, *_, **__: (query.transpose(1, 2), None))
-            attention(module, heads, heads, heads, None, eager=eager, scaling=0.5, boundaries=boundaries)
-        self.assertEqual(
-            implementations_used(),
-            {
-                "causal_conv1d": ["reference"],
-                "gated_delta_rule": ["reference"],
-                "attention": ["per_document(sdpa)", "per_document(eager)"],
-            },
-        )

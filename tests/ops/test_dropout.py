@@ -161,8 +161,7 @@ class LinearTest(InterpretedKernelsTest):
         for i, a in enumerate(with_dropout):
             for b in with_dropout[:i]:
                 self.assertFalse(torch.equal(a, b), "two adapters have one mask")
-        for a, b in zip(self.masks(3)[0], masks[0], strict=True):
-            self.assertTrue(torch.equal(a, b))
+        self.assert_same_bits(self.masks(3)[0], masks[0])
         self.assertFalse(torch.equal(self.masks(4)[0][0], masks[0][0]))
 
     @parameterized.expand([(False,), (True,)])
@@ -182,8 +181,7 @@ class LinearTest(InterpretedKernelsTest):
         first, second = fused(self.x, *layers), fused(self.x, *layers)
         self.assertFalse(torch.equal(first[0], second[0]))
         torch.manual_seed(3)
-        for a, b in zip((*first, *second), (*fused(self.x, *layers), *fused(self.x, *layers)), strict=True):
-            self.assertTrue(torch.equal(a, b))
+        self.assert_same_bits((*first, *second), (*fused(self.x, *layers), *fused(self.x, *layers)))
 
     def test_the_reference_has_dropout_too(self):
         x = torch.ones(200, WIDTH)

@@ -4,7 +4,7 @@ import unittest
 from unittest import mock
 
 import torch
-from common.fused import flatten, relative, saved_in, unflatten
+from common.fused import beside, flatten, relative, saved_in, unflatten
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
@@ -352,13 +352,6 @@ class IsolationTest(unittest.TestCase):
         self.assertFalse(any(d.isfinite().all() for d in self.of_documents(float("inf"))))
 
 
-def bytes_of(tensors, given):
-    """The bytes of the saved tensors that are not parts of the given ones."""
-    known = {t.untyped_storage().data_ptr() for t in given}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
-    return sum(size for pointer, size in storages.items() if pointer not in known)
-
-
 class MemoryTest(unittest.TestCase):
     TOKENS, WIDTH, OUTS = 512, 256, (64, 32)
 
@@ -372,8 +365,9 @@ class MemoryTest(unittest.TestCase):
             b = normal(len(w)).to(dtype).requires_grad_() if bias else None
             layers.append(Projection(Float8Weight(w) if in_float8 else w, b))
         kept = saved_in(lambda: shared_input_linears(x, *layers))
-        saved_input = any(t.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for t in kept)
-        return bytes_of(kept, [x, *(t for t in flatten(layers)[1] if t is not None)]), saved_input
+        new = beside(kept, [x, *(t for t in flatten(layers)[1] if t is not None)])
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in new}
+        return sum(storages.values()), len(beside(kept, [x])) < len(kept)
 
     @parameterized.expand([(BFLOAT16,), (FLOAT32,)])
     def test_one_byte_for_each_element_of_the_input(self, dtype):

@@ -4,12 +4,11 @@ test_fused_modules.py compares the references with the stock modules. test_causa
 test_streams.py have further tests of their ops.
 """
 
-import unittest
 from functools import partial
 from unittest import mock
 
 import torch
-from common.fused import CASES, HEAD_CASES, LOSS, cast, errors, flatten, guarded_buffers, named, saved_in
+from common.fused import CASES, HEAD_CASES, LOSS, beside, cast, errors, flatten, guarded_buffers, named, saved_in
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
@@ -52,13 +51,7 @@ def every_second(x):
     return torch.stack([x, torch.full_like(x, float("nan"))], dim=-1)[..., 0]
 
 
-class InterpretedTest(InterpretedKernelsTest):
-    def assert_same_bits(self, actual, expected, message=None):
-        for a, b in zip(actual, expected, strict=True):
-            self.assertTrue(torch.equal(a, b), message)
-
-
-class FusedTest(InterpretedTest):
+class FusedTest(InterpretedKernelsTest):
     @parameterized.expand(
         named(
             [(*case, SEVERAL_TILES.get(case[0].name, 130), FLOAT32) for case in SMALL]
@@ -107,8 +100,7 @@ class FusedTest(InterpretedTest):
     def test_keeps_nothing_between_its_inputs_and_its_output(self, _, case, size):
         leaves = case.leaves(case.inputs(33, **size))
         kept = saved_in(lambda: case.outputs(case.fused, leaves))
-        inputs = {x.untyped_storage().data_ptr() for x in leaves}
-        others = [x for x in kept if x.untyped_storage().data_ptr() not in inputs]
+        others = beside(kept, leaves)
         # One number per row of a norm.
         self.assertLessEqual(sum(x.numel() for x in others), 3 * 33)
         self.assertEqual(len(kept) - len(others), len(leaves))
@@ -116,9 +108,7 @@ class FusedTest(InterpretedTest):
     @parameterized.expand(named((case, size) for case, size in ONE_SIZE if case.name.endswith("_linear_lora")))
     def test_keeps_only_what_is_small_of_an_adapter(self, _, case, size):
         leaves = case.leaves(case.inputs(33, **size))
-        kept = saved_in(lambda: case.outputs(case.fused, leaves))
-        inputs = {x.untyped_storage().data_ptr() for x in leaves}
-        others = [x for x in kept if x.untyped_storage().data_ptr() not in inputs]
+        others = beside(saved_in(lambda: case.outputs(case.fused, leaves)), leaves)
         width = leaves[-2].shape[-1]
         self.assertFalse([x.shape for x in others if x.numel() >= 33 * width])
         # The norms, the products with the narrow weight and with the first matrix, and copies of these matrices.
@@ -236,7 +226,7 @@ TRAINED = [
 ]
 
 
-class LinearWithAdaptersTest(InterpretedTest):
+class LinearWithAdaptersTest(InterpretedKernelsTest):
     """A layer with adapters after an op: what is trained, and what is kept."""
 
     def results(self, op, impl, inputs, layer):
@@ -271,10 +261,7 @@ class LinearWithAdaptersTest(InterpretedTest):
         actual = self.results(op, "triton", inputs, adapted(out, trained))
         self.assertLess(max(errors(actual, expected)), 2e-6)
         kept = saved_in(lambda: op(*inputs, adapted(out, trained), impl="triton"))
-        known = {x.untyped_storage().data_ptr() for x in inputs}
-        self.assertFalse(
-            [x for x in kept if x.numel() == TOKENS * WIDTH and x.untyped_storage().data_ptr() not in known]
-        )
+        self.assertFalse([x for x in beside(kept, inputs) if x.numel() == TOKENS * WIDTH])
 
     @parameterized.expand([(7, TRAINED[0]), (150, TRAINED[0]), (7, TRAINED[1]), (150, TRAINED[2]), (150, TRAINED[4])])
     def test_a_product_recomputed_in_pieces(self, out, trained):
@@ -315,13 +302,6 @@ class LinearWithAdaptersTest(InterpretedTest):
         self.assertEqual([x.dtype for x in found[0]], [BFLOAT16] * 3 + [FLOAT32] * 4)
         self.assertEqual([x.dtype for x in found[0]], [x.dtype for x in found[1]])
         self.assertLess(max(errors(*found)), 2e-2)
-
-
-class ReferenceTest(unittest.TestCase):
-    @parameterized.expand(named(ONE_SIZE))
-    def test_gradients_in_float64(self, _, case, size):
-        leaves = case.leaves(case.inputs(3, dtype=torch.float64, **size))
-        self.assertTrue(torch.autograd.gradcheck(lambda *x: case.outputs("reference", x), leaves, fast_mode=True))
 
 
 class BadInputTest(InterpretedKernelsTest):

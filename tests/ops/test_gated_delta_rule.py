@@ -1,7 +1,7 @@
 import unittest
 
 import torch
-import torch.nn.functional as F
+from common.mixing_ops import make_rule_inputs
 from common.releases import builtin_chunk_gated_delta_rule
 from mixins.op import PackedOpTesterMixin, relative_error
 from parameterized import parameterized
@@ -18,26 +18,11 @@ from transformers_packed.ops import (
 TORCH_FUNCTIONS = [("chunk", torch_chunk_gated_delta_rule), ("recurrent", torch_recurrent_gated_delta_rule)]
 
 
-def make_inputs(length, batch=1, key_heads=2, value_heads=4, dtype=torch.float32, decay=0.2, by_channel=False):
-    """Draw queries, keys of unit length, values, log decays in (-`decay`, 0) and learning rates in (0, 1).
-
-    With `by_channel`, each channel of a key has a decay of its own, as in `kimi_delta_rule`.
-    """
-    inputs = [
-        torch.randn(batch, length, key_heads, 8),
-        F.normalize(torch.randn(batch, length, key_heads, 8), dim=-1),
-        torch.randn(batch, length, value_heads, 6),
-        -decay * torch.rand(batch, length, value_heads, *[8] * by_channel),
-        torch.rand(batch, length, value_heads),
-    ]
-    return [x.to(dtype).requires_grad_() for x in inputs]
-
-
 class PackedGatedDeltaRuleTest(PackedOpTesterMixin, unittest.TestCase):
     normalise, value_heads = True, 4
 
     def make_inputs(self, length):
-        return [x.detach() for x in make_inputs(length, value_heads=self.value_heads)]
+        return [x.detach() for x in make_rule_inputs(length, value_heads=self.value_heads)]
 
     def run_op(self, *inputs, boundaries=None):
         return gated_delta_rule(*inputs, boundaries=boundaries, use_qk_l2norm_in_kernel=self.normalise)[0]
@@ -61,7 +46,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
         return output, final_state, *torch.autograd.grad(loss, leaves)
 
     def make(self, length, with_state, value_heads, dtype=torch.float32, by_channel=False):
-        inputs = make_inputs(length, batch=2, value_heads=value_heads, dtype=dtype, by_channel=by_channel)
+        inputs = make_rule_inputs(length, batch=2, value_heads=value_heads, dtype=dtype, by_channel=by_channel)
         state = torch.randn(2, value_heads, 8, 6).requires_grad_() if with_state else None
         return inputs, state, (torch.randn(2, length, value_heads, 6), torch.randn(2, value_heads, 8, 6))
 
@@ -112,30 +97,9 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
                 self.assertLess(relative_error(a, b), 2**-6)
             self.assertLess(relative_error(ours[1], expected[1]), 1e-5)
 
-    @parameterized.expand(
-        [
-            ("chunk", True, True, 5),
-            ("recurrent", True, True, 3),
-        ]
-    )
-    def test_gradcheck(self, name, with_state, normalise, length):
-        *inputs, beta = (x.detach().double() for x in make_inputs(length, key_heads=1, value_heads=2))
-        # Small dimensions, because every entry takes two evaluations.
-        inputs = [inputs[0][..., :2], inputs[1][..., :2], inputs[2][..., :3], inputs[3], beta]
-        if with_state:
-            inputs.append(torch.randn(1, 2, 2, 3, dtype=torch.float64))
-        inputs = [x.clone().requires_grad_() for x in inputs]
-
-        def function(query, key, value, g, beta, state=None):
-            options = {"chunk_size": 4} if name == "chunk" else {}
-            options |= {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": normalise}
-            return dict(TORCH_FUNCTIONS)[name](query, key, value, g, beta, **options)
-
-        self.assertTrue(torch.autograd.gradcheck(function, inputs))
-
     @parameterized.expand([(1, False), (16, True), (128, True)])
     def test_chunk_size_does_not_matter(self, chunk_size, by_channel):
-        inputs = [x.detach() for x in make_inputs(70, by_channel=by_channel)]
+        inputs = [x.detach() for x in make_rule_inputs(70, by_channel=by_channel)]
         output, state = torch_chunk_gated_delta_rule(*inputs, chunk_size=chunk_size, output_final_state=True)
         expected, expected_state = torch_recurrent_gated_delta_rule(*inputs, output_final_state=True)
         self.assertLess(relative_error(output, expected), 1e-5)
@@ -143,7 +107,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
 
     @parameterized.expand(TORCH_FUNCTIONS)
     def test_packing_keywords_are_ignored(self, _, function):
-        inputs = [x.detach() for x in make_inputs(20)]
+        inputs = [x.detach() for x in make_rule_inputs(20)]
         packing = SequenceBoundaries.from_lengths([7, 13]).kernel_kwargs()
         plain = function(*inputs, output_final_state=True)
         for a, b in zip(function(*inputs, output_final_state=True, **packing), plain, strict=True):
@@ -152,7 +116,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
     @parameterized.expand([("chunk", 60.0, False), ("chunk", 300.0, True)])
     def test_strong_decay_overflows_nowhere(self, name, decay, by_channel):
         # Summed over a chunk, exp(-g) far exceeds the range of float32.
-        inputs = make_inputs(130, decay=decay, by_channel=by_channel)
+        inputs = make_rule_inputs(130, decay=decay, by_channel=by_channel)
         exact, found = [x.detach().double().requires_grad_() for x in inputs], []
         for function, leaves in ((dict(TORCH_FUNCTIONS)[name], inputs), (torch_recurrent_gated_delta_rule, exact)):
             output, state = function(*leaves, output_final_state=True, use_qk_l2norm_in_kernel=True)
@@ -168,7 +132,7 @@ class GatedDeltaRuleTest(unittest.TestCase):
 
     @parameterized.expand([(gated_delta_rule, 70), (kimi_delta_rule, 64)])
     def test_continues_from_a_state(self, rule, split):
-        inputs = [x.detach() for x in make_inputs(130, batch=2, by_channel=rule is kimi_delta_rule)]
+        inputs = [x.detach() for x in make_rule_inputs(130, batch=2, by_channel=rule is kimi_delta_rule)]
         whole, final_state = rule(*inputs, output_final_state=True)
         first, state = rule(*(x[:, :split] for x in inputs), output_final_state=True)
         second, state = rule(*(x[:, split:] for x in inputs), initial_state=state, output_final_state=True)
@@ -179,7 +143,7 @@ class GatedDeltaRuleTest(unittest.TestCase):
     def test_states_of_documents(self, rule, lengths):
         """The states of a packed row are those of its documents, in values and in gradients."""
         boundaries = SequenceBoundaries.from_lengths(lengths)
-        row = make_inputs(sum(lengths), by_channel=rule is kimi_delta_rule)
+        row = make_rule_inputs(sum(lengths), by_channel=rule is kimi_delta_rule)
         *inputs, state = (x.detach().double().requires_grad_() for x in (*row, self.states(lengths)))
 
         def packed():
@@ -209,9 +173,9 @@ class GatedDeltaRuleTest(unittest.TestCase):
     def test_a_state_for_each_document(self):
         boundaries = SequenceBoundaries.from_lengths([4, 6])
         with self.assertRaisesRegex(ValueError, r"expected an initial_state \(2, 4, 8, 6\), .*got \(1, 4, 8, 6\)"):
-            gated_delta_rule(*make_inputs(10), boundaries=boundaries, initial_state=torch.zeros(1, 4, 8, 6))
+            gated_delta_rule(*make_rule_inputs(10), boundaries=boundaries, initial_state=torch.zeros(1, 4, 8, 6))
 
     def test_refuses_heads_that_do_not_group(self):
-        inputs = make_inputs(5, key_heads=2, value_heads=3)
+        inputs = make_rule_inputs(5, key_heads=2, value_heads=3)
         with self.assertRaisesRegex(ValueError, r"^expected .*multiple.*, got 3 and 2\."):
             gated_delta_rule(*inputs)

@@ -3,14 +3,12 @@
 import unittest
 
 import torch
-import torch.nn.functional as F
+from common.mixing_ops import make_rule_inputs
 from mixins.op import PackedOpTesterMixin, relative_error
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
-from transformers_packed.ops import (
-    kimi_delta_rule,
-)
+from transformers_packed.ops import kimi_delta_rule
 
 
 # Decays as strong as a bound of -5 allows, and without a bound.
@@ -18,16 +16,9 @@ GATES = {"none": {}, "unbounded": {"lower_bound": None}, "bounded": {"lower_boun
 NAMES = ("output", "dq", "dk", "dv", "dg", "dbeta", "da_log", "ddt_bias")
 
 
-def make_inputs(length, heads=4, key_heads=2, dtype=torch.float32, decay=0.2):
-    """Draw queries, keys of unit length, values, log decays in (-`decay`, 0) and learning rates in (0, 1)."""
-    inputs = [
-        torch.randn(1, length, key_heads, 8),
-        F.normalize(torch.randn(1, length, key_heads, 8), dim=-1),
-        torch.randn(1, length, heads, 6),
-        -decay * torch.rand(1, length, heads, 8),
-        torch.rand(1, length, heads),
-    ]
-    return [x.to(dtype) for x in inputs]
+def make_inputs(length, heads=4, key_heads=2, dtype=torch.float32):
+    inputs = make_rule_inputs(length, key_heads=key_heads, value_heads=heads, dtype=dtype, by_channel=True)
+    return [x.detach() for x in inputs]
 
 
 def make_parameters(heads=4, dtype=torch.float32):

@@ -1,6 +1,5 @@
 import unittest
 import weakref
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +7,6 @@ from common.fused import LargestTensor, errors, guarded_buffers, relative, saved
 from common.heads import HIDDEN, TOKENS, VOCAB, head_inputs
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
-from torch.autograd import gradcheck, gradgradcheck
 
 from transformers_packed.ops import linear_logps
 
@@ -336,22 +334,6 @@ class ChunksMixin(LogpsMixin):
 
 class ReferenceTest(LogpsMixin, unittest.TestCase):
     impl = "reference"
-
-
-class GradientsTest(unittest.TestCase):
-    @parameterized.expand([("plain", None), ("rows", ROWS[:6] % 5)])
-    def test_gradients_of_any_order(self, _, rows):
-        generator = torch.Generator().manual_seed(0)
-        shapes = (6 if rows is None else 5, 3), (7, 3), (7,)
-        leaves = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
-        targets = torch.tensor([0, 6, -100, 2, 2, 5])
-
-        def call(impl, *leaves):
-            return outputs_of(impl, leaves, targets, rows=rows, entropy=True, temperature=0.8, chunk_size=2)
-
-        self.assertTrue(gradcheck(partial(call, "torch"), leaves))
-        self.assertTrue(gradcheck(partial(call, "reference"), leaves))
-        self.assertTrue(gradgradcheck(partial(call, "reference"), leaves))
 
 
 class TorchChunksTest(ChunksMixin, unittest.TestCase):

@@ -7,10 +7,9 @@ from functools import partial
 from unittest import mock
 
 import torch
-from common.fused import guarded_buffers, relative, saved_in
+from common.fused import beside, guarded_buffers, relative, saved_in
 from mixins.triton import InterpretedKernelsTest, bad_input_tests
 from parameterized import parameterized
-from torch.autograd import gradcheck, gradgradcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3_5MoeTextConfig, Qwen3NextConfig
@@ -162,12 +161,7 @@ class RouterTest(Assertions, InterpretedKernelsTest):
             self.assert_same_bits(route(impl, layout(logits), 3, upstream=layout(upstream)), expected)
 
     def test_second_order_gradients(self):
-        logits = normal(4, 6, dtype=FLOAT64).requires_grad_()
-        for normalize in (True, False):
-            call = lambda x, normalize=normalize: choose_experts(x, 3, normalize=normalize)[0]  # noqa: E731
-            self.assertTrue(gradcheck(call, logits))
-            self.assertTrue(gradgradcheck(call, logits))
-        logits = logits.detach().float().requires_grad_()
+        logits = normal(4, 6).requires_grad_()
         weights = choose_experts(logits, 3, impl="triton")[0]
         with self.assertRaisesRegex(ValueError, "expected first-order gradients"):
             torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
@@ -314,13 +308,6 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
         self.check(Case(*FEW, 192, 128, BFLOAT16), "triton")
 
     @parameterized.expand(IMPLEMENTATIONS)
-    def test_gradients_of_some_inputs(self, impl):
-        case = Case(*FEW, dtype=BFLOAT16)
-        every = dict(zip(("y", *NAMES), case.run(impl), strict=True))
-        for trained in (("x",), ("down",), NAMES[:2]):
-            self.assert_same_bits(case.run(impl, trained), [every["y"], *(every[name] for name in trained)], trained)
-
-    @parameterized.expand(IMPLEMENTATIONS)
     def test_computes_no_gradients_of_frozen_weights(self, impl):
         case = Case(choices(20, 3, 2), 3, 192, 64, BFLOAT16)
         shapes = {(128, 192), (192, 128), (64, 192), (192, 64)}
@@ -375,12 +362,6 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
 
         self.check(case, call, bar=BARS[BFLOAT16])
 
-    def test_the_same_bits_twice_and_from_unwritten_buffers(self):
-        case = Case(choices(9, 3, 2), 2, dtype=BFLOAT16)
-        plain = case.run("triton")
-        with guarded_buffers():
-            self.assert_same_bits(case.run("triton"), plain)
-
     @parameterized.expand(IMPLEMENTATIONS)
     def test_adds_the_outputs_in_the_order_of_the_choices(self, impl):
         index = torch.tensor([[2, 1, 0, 2], [0, 2, 1, 1], [1, 0, 2, 0]] * 5)
@@ -403,16 +384,10 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
         quantized = [DequantizedExperts(w.shape, w.dtype, lambda *_, w=w: w.detach().clone()) for w in both]
         for stored, known in ((both, leaves), (quantized, leaves[:2])):
             kept = saved_in(lambda stored=stored: experts(x, case.index, weights, *stored, impl="triton"))
-            inputs = {t.untyped_storage().data_ptr() for t in (*known, case.index)}
-            new = [t for t in kept if t.untyped_storage().data_ptr() not in inputs and t.is_floating_point()]
+            new = [t for t in beside(kept, [*known, case.index]) if t.is_floating_point()]
             self.assertEqual([t.shape for t in new], [(20 * 2, 2 * 64)])
 
     def test_second_order_gradients(self):
-        index = torch.tensor([[1, 0], [2, 1], [1, 1], [0, 5]])
-        inputs = Case(index, 3, 4, 3, FLOAT64).leaves()
-        call = lambda x, *weights: experts(x, index, *weights)  # noqa: E731
-        self.assertTrue(gradcheck(call, inputs, fast_mode=True))
-        self.assertTrue(gradgradcheck(call, inputs, fast_mode=True))
         case = Case(choices(5, 3, 2), 3, dtype=BFLOAT16)
         x, *weights = leaves = case.leaves()
         y = experts(x, case.index, *weights, impl="triton")
@@ -572,12 +547,12 @@ class AdapterTest(AdaptersTestCase):
             self.assertLess(relative(a, b), {FLOAT64: 1e-13, FLOAT32: 2e-6, BFLOAT16: 4e-2}[dtype], number)
         self.assertEqual([a.dtype for a in actual], [dtype] * 5 + [matrices[0].dtype] * (len(actual) - 5))
 
-    @parameterized.expand(IMPLEMENTATIONS)
-    def test_gradients_of_some_inputs(self, impl):
-        case = Case(*FEW, dtype=BFLOAT16)
-        matrices = self.matrices(case, (4, 8), BFLOAT16)
-        every = dict(zip(("y", *NAMES, *MATRICES), self.run_op(case, impl, matrices), strict=True))
-        for trained in (("x",), MATRICES[1:3]):
+    @parameterized.expand([(impl, ranks) for impl in IMPLEMENTATIONS for ranks in ((0, 0), (4, 8))])
+    def test_gradients_of_some_inputs(self, impl, ranks):
+        case, names = Case(*FEW, dtype=BFLOAT16), (*NAMES, *MATRICES * any(ranks))
+        matrices = self.matrices(case, ranks, BFLOAT16)
+        every = dict(zip(("y", *names), self.run_op(case, impl, matrices), strict=True))
+        for trained in (("x",), ("down",), NAMES[:2], *[MATRICES[1:3]] * any(ranks)):
             found = self.run_op(case, impl, matrices, trained)
             self.assert_same_bits(found, [every["y"], *(every[name] for name in trained)], trained)
 
@@ -589,9 +564,10 @@ class AdapterTest(AdaptersTestCase):
         found = leaks(document, function, (2, 9), 1, around=AROUND[:1])
         self.assertEqual(found, [])
 
-    def test_from_unwritten_buffers(self):
+    @parameterized.expand([((0, 0),), ((4, 8),)])
+    def test_the_same_bits_twice_and_from_unwritten_buffers(self, ranks):
         case = Case(choices(9, 3, 2), 2, dtype=BFLOAT16)
-        matrices = self.matrices(case, (4, 8), BFLOAT16)
+        matrices = self.matrices(case, ranks, BFLOAT16)
         plain = self.run_op(case, "triton", matrices)
         with guarded_buffers():
             self.assert_same_bits(self.run_op(case, "triton", matrices), plain)

@@ -6,13 +6,13 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from common.fused import LargestTensor
 from common.processes import run_processes
 from mixins.configure import ConfigureTestCase
 from mixins.model import relative_error, total_relative_error
 from parameterized import parameterized
 from scripts.loss_arms import build_sample_trainer, updates_and_losses
 from scripts.trainer_arms import CONFIGS, Samples, build_trainer, run_in_two_processes
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 
 from transformers_packed import (
@@ -64,21 +64,6 @@ def sums_alone(logits, labels):
     for document, targets in zip(logits[0].split(LENGTHS), labels[0].split(LENGTHS), strict=True):
         sums.append(F.cross_entropy(document[:-1], targets[1:], reduction="sum"))
     return torch.stack(sums)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Record the number of elements of the largest new float32 tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(x, torch.Tensor) and x.dtype == torch.float32:
-                self.elements = max(self.elements, x.numel())
-        return result
 
 
 class PerDocumentTest(unittest.TestCase):
@@ -160,7 +145,7 @@ class PerDocumentTest(unittest.TestCase):
             return x
 
         for chunk_size in (5, 512):
-            with LargestTensor() as seen, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            with LargestTensor(torch.float32) as seen, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 losses, _ = per_document_loss(given, labels, self.boundaries, chunk_size=chunk_size, **arguments)
                 losses.sum().backward(retain_graph=True)
             largest[chunk_size] = seen.elements
