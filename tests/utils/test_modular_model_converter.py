@@ -1,12 +1,11 @@
-import ast
+"""The generated files are those that the converter makes of the modular files, which have all that it does."""
+
 import contextlib
-import importlib
 import importlib.util
 import io
+import re
 import shutil
-import sys
 import tempfile
-import textwrap
 import unittest
 from pathlib import Path
 
@@ -15,75 +14,8 @@ from parameterized import parameterized
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "utils" / "modular_model_converter.py"
-
-BUILTIN = """
-class {0}Net:
-    def forward(self, x):
-        return "builtin {0}", x
-
-    def describe(self):
-        return "builtin {0}Net"
-
-
-class {0}Block:
-    pass
-"""
-
-ALPHA = '''
-"""Alpha."""
-
-import math
-from functools import partial
-
-from zoo.alpha import modeling_alpha as builtin
-
-
-SCALE = 2
-OFFSET = SCALE + 1
-UNUSED = 5
-
-
-def stretch(x):
-    return math.floor(x * SCALE) + OFFSET
-
-
-def mark(cls):
-    cls.marked = True
-    return cls
-
-
-@mark
-class AlphaNet(builtin.AlphaNet):
-    """The AlphaNet of ours."""
-
-    color: str = "red"
-    size = 3
-    low, high = OFFSET, 10
-
-    def forward(self, x):
-        # The AlphaNet stretches.
-        return f"AlphaNet {self.size}", stretch(x), super().forward(x)
-
-    def later(self, x):
-        return partial(stretch, x)
-
-
-class AlphaBlock(builtin.AlphaBlock):
-    def net(self):
-        return AlphaNet()
-'''
-
-BETA_HEAD = """
-from zoo.beta import modeling_beta as builtin
-
-from ..alpha.modular_alpha import AlphaBlock, AlphaNet
-"""
-
-GAMMA_HEAD = """
-from zoo.gamma import modeling_gamma as builtin
-
-from ..beta.modular_beta import BetaNet
-"""
+BASE = "class Qwen3_5TextModel(Qwen3NextModel):"
+PROJECT = "z, mixed_qkv, b, a = project("
 
 
 def load_script():
@@ -94,10 +26,16 @@ def load_script():
     return module
 
 
-class ConverterTestCase(unittest.TestCase):
+class ConverterTest(unittest.TestCase):
+    """In a copy of the package."""
+
     def setUp(self):
-        self.root = Path(self.enterContext(tempfile.TemporaryDirectory())).resolve()
-        self.converter = load_script()
+        root = Path(self.enterContext(tempfile.TemporaryDirectory())).resolve()
+        self.converter, self.models = load_script(), root / "src" / "transformers_packed" / "models"
+        shutil.copytree(self.converter.MODELS, self.models, ignore=shutil.ignore_patterns("__pycache__"))
+        # The formatter reads the settings at the target.
+        shutil.copy(ROOT / "pyproject.toml", root)
+        self.converter.MODELS = self.models
 
     def main(self, *arguments):
         """Return the exit code and the printed text."""
@@ -106,162 +44,56 @@ class ConverterTestCase(unittest.TestCase):
             code = self.converter.main([str(argument) for argument in arguments])
         return code, out.getvalue(), err.getvalue()
 
-
-class UnfoldingTest(ConverterTestCase):
-    def setUp(self):
-        super().setUp()
-        for package in ("zoo", "ours"):
-            self.addCleanup(self.forget, package)
-            self.write(f"{package}/__init__.py", "")
-            for family in ("alpha", "beta", "gamma"):
-                self.write(f"{package}/{family}/__init__.py", "")
-        for family in ("alpha", "beta", "gamma"):
-            self.write(f"zoo/{family}/modeling_{family}.py", BUILTIN.format(family.capitalize()))
-        self.write("ours/alpha/modular_alpha.py", ALPHA)
-        sys.path.insert(0, str(self.root))
-        self.addCleanup(sys.path.remove, str(self.root))
-        importlib.invalidate_caches()
-
-    def forget(self, package):
-        for name in [name for name in sys.modules if name.split(".")[0] == package]:
-            del sys.modules[name]
-
-    def write(self, path, text):
-        path = self.root / path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(text))
+    def change(self, family, old, new):
+        path = self.models / family / f"modular_{family}.py"
+        text = path.read_text()
+        self.assertEqual(text.count(old), 1)
+        path.write_text(text.replace(old, new))
         return path
 
-    def modular(self, family, *parts):
-        return self.write(f"ours/{family}/modular_{family}.py", "\n\n".join(textwrap.dedent(p).strip() for p in parts))
+    def test_a_changed_modular_file_makes_its_family_stale(self):
+        """And those into which its method is unfolded. All other files are up to date."""
+        self.change("qwen3_5", "Project `[B, T, hidden]` to qkv `[B, T, conv_dim]`", "Project it to qkv")
+        code, out, _ = self.main("--check")
+        self.assertEqual(code, 1)
+        stale = set(re.findall(r"modeling_(\w+)\.py is stale", out))
+        self.assertEqual(stale, {"qwen3_5", "qwen3_5_moe", "qwen4_exp"})
 
-    def generate(self, family):
-        """Return the text of the modeling file and the imported module."""
-        text = self.converter.convert(self.root / f"ours/{family}/modular_{family}.py")
-        self.write(f"ours/{family}/modeling_{family}.py", text)
-        importlib.invalidate_caches()
-        return text, importlib.import_module(f"ours.{family}.modeling_{family}")
-
-    def beta(self, *parts):
-        self.modular("beta", BETA_HEAD, *parts)
-        return self.generate("beta")
-
-    def test_classes_that_are_the_same_are_listed(self):
-        head = "from zoo.beta import modeling_beta as builtin"
-        self.modular("beta", head, 'SAME = [("alpha", "Alpha", "Beta", "Net Block")]')
-        text, module = self.generate("beta")
-        self.assertEqual(module.BetaNet().forward(1.7), ("BetaNet 3", 6, ("builtin Beta", 1.7)))
-        self.assertIsInstance(module.BetaBlock().net(), module.BetaNet)
-        self.assertNotIn("SAME", text)
-
-    def test_methods_and_attributes_of_the_child(self):
-        text, module = self.beta(
-            '''
-            class BetaNet(AlphaNet):
-                """A net of its own."""
-
-                size = 4
-                depth: int = 2
-
-                def later(self, x):
-                    return super().describe(), x
-
-                def sooner(self, x):
-                    return x - 1
-            '''
-        )
-        net = module.BetaNet()
-        self.assertEqual(module.BetaNet.__doc__, "A net of its own.")
-        self.assertEqual(net.forward(1), ("BetaNet 4", 5, ("builtin Beta", 1)))
-        self.assertEqual(net.later(1), ("builtin BetaNet", 1))
-        self.assertEqual(net.sooner(1), 0)
-        self.assertEqual((net.color, net.size, net.depth, net.low, net.high), ("red", 4, 2, 3, 10))
-        # Replaced in place, additions at the end, and no duplicates.
-        (node,) = (s for s in ast.parse(text).body if isinstance(s, ast.ClassDef))
-        names = [s.name if isinstance(s, ast.FunctionDef) else ast.unparse(s) for s in node.body]
-        self.assertEqual(
-            names,
-            [
-                "'A net of its own.'",
-                "color: str = 'red'",
-                "size = 4",
-                "low, high = (OFFSET, 10)",
-                "forward",
-                "later",
-                "depth: int = 2",
-                "sooner",
-            ],
-        )
-
-    def test_helpers_and_imports_come_along_when_used(self):
-        text, _ = self.beta("class BetaNet(AlphaNet):\n    def later(self, x):\n        return x")
-        for used in ("import math", "SCALE = 2", "OFFSET = SCALE + 1", "def stretch", "def mark"):
-            self.assertEqual(text.count(used), 1, used)
-        for unused in ("UNUSED", "partial", "AlphaNet", "alpha"):
-            self.assertNotIn(unused, text)
-
-    def test_transitive(self):
-        self.modular(
-            "beta",
-            BETA_HEAD,
-            "class BetaNet(AlphaNet):\n    size = 4\n    def later(self, x):\n        return 'BetaNet'",
-        )
-        self.modular("gamma", GAMMA_HEAD, "class GammaNet(BetaNet):\n    color = 'blue'")
-        text, module = self.generate("gamma")
-        net = module.GammaNet()
-        self.assertEqual([base.__module__ for base in module.GammaNet.__bases__], ["zoo.gamma.modeling_gamma"])
-        self.assertEqual(net.forward(1), ("GammaNet 4", 5, ("builtin Gamma", 1)))
-        self.assertEqual((net.later(1), net.color), ("GammaNet", "blue"))
-        self.assertNotRegex(text, "Alpha|alpha|Beta|beta")
-
-    @parameterized.expand(
-        [
-            (
-                "Net(AlphaNet):\n    def forward(self, x):\n        return super().forward(x + 1)",
-                "BetaNet calls super.*forward",
-            ),
-            (
-                "DeepNet(AlphaNet):\n    pass",
-                "BetaDeepNet is unfolded from AlphaNet, but there is no builtin.BetaDeepNet",
-            ),
-            ("Net(AlphaNet, dict):\n    pass", "BetaNet derives from AlphaNet and something else"),
-            ("Net(AlphaNet):\n    pass", "no `from transformers.models", ""),
-        ]
-    )
-    def test_errors(self, code, message, alias=" as builtin"):
-        path = self.modular("beta", BETA_HEAD.replace(" as builtin", alias), f"class Beta{code}")
-        with self.assertRaisesRegex(self.converter.ConversionError, f"^modular_beta.py: {message}"):
-            self.converter.convert(path)
-
-    def test_exit_codes(self):
-        path = self.modular("beta", BETA_HEAD, "class BetaNet(AlphaNet):\n    pass")
-        target = path.with_name("modeling_beta.py")
+    def test_what_is_written(self):
+        path = self.models / "qwen3_5_moe" / "modular_qwen3_5_moe.py"
+        target = path.with_name("modeling_qwen3_5_moe.py")
+        committed = target.read_text()
+        target.unlink()
         code, out, _ = self.main("--check", path)
         self.assertEqual(code, 1)
         self.assertIn(f"{target} is stale", out)
         self.assertFalse(target.exists())
+        self.assertEqual(self.main(path), (0, f"wrote {target}\n", ""))
+        self.assertEqual(target.read_text(), committed)
+        for options in (["--check"], []):
+            self.assertEqual(self.main(*options, path), (0, "", ""))
 
-        code, out, _ = self.main(path)
-        self.assertEqual((code, out), (0, f"wrote {target}\n"))
-        self.assertEqual(self.main("--check", path), (0, "", ""))
-        self.assertEqual(self.main(path), (0, "", ""))
-
-
-class CommittedFilesTest(ConverterTestCase):
-    def copy_of_the_package(self):
-        models = self.root / "src" / "transformers_packed" / "models"
-        shutil.copytree(self.converter.MODELS, models, ignore=shutil.ignore_patterns("__pycache__"))
-        # The formatter reads the settings at the target.
-        shutil.copy(ROOT / "pyproject.toml", self.root)
-        self.converter.MODELS = models
-        return models
-
-    def test_a_changed_modular_file_makes_its_family_stale(self):
-        models = self.copy_of_the_package()
-        path = models / "qwen3_next" / "modular_qwen3_next.py"
-        path.write_text(path.read_text().replace("Run the layer on packed", "Run it on packed"))
-        code, out, _ = self.main("--check")
-        self.assertEqual(code, 1)
-        # The method is also unfolded into the other family.
-        for family in ("qwen3_next", "qwen3_5"):
-            self.assertIn(f"modeling_{family}.py is stale", out)
+    @parameterized.expand(
+        [
+            (
+                PROJECT,
+                f"super().project(hidden_states)\n        {PROJECT}",
+                "Qwen3_5GatedDeltaNet calls super.*project",
+            ),
+            (
+                BASE,
+                "class Qwen3_5OddModel(Qwen3NextModel):",
+                "Qwen3_5OddModel is unfolded from Qwen3NextModel, but there is no builtin.Qwen3_5OddModel",
+            ),
+            (
+                BASE,
+                "class Qwen3_5TextModel(Qwen3NextModel, dict):",
+                "Qwen3_5TextModel derives from Qwen3NextModel and",
+            ),
+            ("import modeling_qwen3_5 as builtin", "import modeling_qwen3_5", "no `from transformers.models"),
+        ]
+    )
+    def test_errors(self, old, new, message):
+        path = self.change("qwen3_5", old, new)
+        with self.assertRaisesRegex(self.converter.ConversionError, f"^modular_qwen3_5.py: {message}"):
+            self.converter.convert(path)
