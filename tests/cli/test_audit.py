@@ -18,16 +18,19 @@ from transformers_packed.audit.tiny import tiny_config, tiny_model
 SHORT = ["--lengths", "9", "1", "12"]
 
 
-def audit(*arguments: str) -> tuple[int, str, str]:
-    return run_command("audit", *arguments)
+def audit(*arguments: str, status: int = 0) -> str:
+    """What the command prints, or its error if it cannot audit, when it ends with this status."""
+    found, stdout, stderr = run_command("audit", *arguments)
+    assert found == status, stdout + stderr
+    assert status == 2 or not stderr, stderr
+    return stderr if status == 2 else stdout
 
 
 class AuditCommandTest(unittest.TestCase):
     def test_before_and_after_with_json_and_pictures(self):
         folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         picture, both = folder / "audit.png", folder / "both.svg"
-        status, written, stderr = audit("qwen3_5_text", *SHORT, "--json", "--plot", str(picture))
-        self.assertEqual((status, stderr), (0, ""))
+        written = audit("qwen3_5_text", *SHORT, "--json", "--plot", str(picture))
         self.assertEqual(picture.read_bytes()[:4], b"\x89PNG")
         self.assertTrue(json.loads(written)["ok"])
         after = AuditReport.from_json(written)
@@ -35,8 +38,7 @@ class AuditCommandTest(unittest.TestCase):
         self.assertEqual(after.model, "transformers_packed.Qwen3_5ForCausalLM")
         self.assertIn("position_ids  isolated  0", after.table())
         self.assertIn("all           isolated  0", after.table())
-        status, written, stderr = audit("qwen3_5_text", "--stock", *SHORT, "--json")
-        self.assertEqual((status, stderr), (1, ""))
+        written = audit("qwen3_5_text", "--stock", *SHORT, "--json", status=1)
         before = AuditReport.from_json(written)
         self.assertIn("transformers.Qwen3_5ForCausalLM: float32", before.table())
         self.assertIn("in model.layers.0.linear_attn (Qwen3_5GatedDeltaNet): ", before.table())
@@ -47,8 +49,7 @@ class AuditCommandTest(unittest.TestCase):
 
     def test_options(self):
         options = ("--dtype", "bfloat16", "--attn", "eager", "--inputs", "seq_idx", "--device", "cpu", "--seed", "3")
-        status, stdout, _ = audit("llama", *options, *SHORT)
-        self.assertEqual(status, 1)
+        stdout = audit("llama", *options, *SHORT, status=1)
         self.assertIn("bfloat16, cpu, eager", stdout)
         self.assertIn("seed 3", stdout)
         self.assertIn("model.layers.0.self_attn (LlamaAttention): attention", stdout)
@@ -57,23 +58,18 @@ class AuditCommandTest(unittest.TestCase):
     def test_checkpoint(self):
         with tempfile.TemporaryDirectory() as folder:
             tiny_model("qwen3_5_text", dtype="bfloat16").save_pretrained(folder)
-            status, stdout, _ = audit(folder, *SHORT)
-            self.assertEqual(status, 0)
+            stdout = audit(folder, *SHORT, status=0)
             self.assertIn("transformers_packed.Qwen3_5ForCausalLM: bfloat16", stdout)
 
     def test_what_cannot_be_audited(self):
-        status, _, stderr = audit("bert", *SHORT)
-        self.assertEqual(status, 2)
+        stderr = audit("bert", *SHORT, status=2)
         self.assertIn("bert could not be audited: not causal", stderr)
-        status, _, stderr = audit("vit")
-        self.assertEqual(status, 2)
+        stderr = audit("vit", status=2)
         self.assertIn("expected a causal language model, got the type vit", stderr)
         with tempfile.TemporaryDirectory() as folder:
-            status, _, stderr = audit(folder)
-        self.assertEqual(status, 2)
+            stderr = audit(folder, status=2)
         self.assertIn("cannot be built", stderr)
-        status, _, stderr = audit("llama", "--lengths", "5")
-        self.assertEqual(status, 2)
+        stderr = audit("llama", "--lengths", "5", status=2)
         self.assertIn("lengths of at least two documents", stderr)
 
     @pytest.mark.slow

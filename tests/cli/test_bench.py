@@ -13,17 +13,13 @@ from unittest import mock
 import pytest
 import torch
 from common.commands import run_command
-from common.families import tiny_config
 from common.processes import EXPERTS, run_cli_module
-from mixins.patch import OTHERS
-from parameterized import parameterized
 from scripts.trainer_arms import TINY
 from transformers import Qwen3_5TextConfig, Qwen3NextConfig
 
 from transformers_packed.cli import arms, bench_arm
 from transformers_packed.cli.bench import choose_lengths
 from transformers_packed.cli.finetune import untrained_model
-from transformers_packed.models.families import SIZED
 
 
 RESULT = {
@@ -53,12 +49,6 @@ class CommandTest(BenchTestCase):
     @pytest.mark.slow
     def test_both_arms_with_lora(self):
         self.check_both_arms("--lora", "--lora-rank", 4, "--gradient-checkpointing")
-
-    @parameterized.expand([family.name for family in SIZED if family.name in OTHERS], skip_on_empty=True)
-    @pytest.mark.slow
-    def test_both_arms_of_another_family(self, family):
-        tiny_config(family).save_pretrained(self.path)
-        self.check_both_arms()
 
     @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
     def test_both_arms_compute_the_same_weights_in_4_bit(self):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from common.commands import run_command
+from common.commands import fails, run_command
 from common.families import tiny_config
 from common.sizes import SIZES
 from parameterized import parameterized
@@ -61,8 +61,11 @@ def gpu(capability=(9, 0), missing=(), flash_qla_problem="", triton_problem=""):
         yield
 
 
-def doctor(*arguments):
-    return run_command("doctor", *arguments)
+def doctor(*arguments, status=0) -> str:
+    """What the command prints when it ends with this status."""
+    found, stdout, stderr = run_command("doctor", *arguments)
+    assert (found, stderr) == (status, ""), stdout + stderr
+    return stdout
 
 
 def sections(text: str) -> dict[str, list[str]]:
@@ -74,9 +77,8 @@ def sections(text: str) -> dict[str, list[str]]:
 class MachineTest(unittest.TestCase):
     def test_a_gpu_with_all_kernels(self):
         with gpu():
-            status, stdout, _ = doctor()
+            stdout = doctor()
         found = sections(stdout)
-        self.assertEqual(status, 0)
         self.assertEqual(set(found) & {"Problems", "Slow"}, set())
         self.assertIn("use_cuda_graphs(model, max_length=4096)", found["Notes"])
         self.assertIn("use_cuda_graphs(model, max_length=2048)", found["Notes"])
@@ -91,9 +93,8 @@ class MachineTest(unittest.TestCase):
     def test_one_command_for_all_ops_that_need_it(self):
         packages = {"flash_qla_problem": NO_FLASH_QLA, "triton_problem": NO_TRITON}
         with gpu(missing=["flash-linear-attention"], **packages):
-            status, stdout, _ = doctor()
+            stdout = doctor(status=1)
         found = sections(stdout)
-        self.assertEqual(status, 1)
         for_fla, install_fla, for_triton, install_triton = found["Problems"]
         self.assertEqual((install_fla, install_triton), ("pip install flash-linear-attention", "pip install triton"))
         self.assertTrue(for_fla.startswith("No kernel for gated_delta_rule, causal_conv1d: fla is not installed."))
@@ -104,26 +105,22 @@ class MachineTest(unittest.TestCase):
         self.assertNotIn("use_cuda_graphs", stdout)
         self.assertIn("Linear layers cannot run in FP8: fused needs triton, which is not installed", stdout)
         with gpu(missing=["flash-linear-attention"]):
-            status, stdout, _ = doctor()
-        # Another kernel computes the convolution.
-        self.assertNotIn("Problems", sections(stdout))
+            # Another kernel computes the convolution.
+            self.assertNotIn("Problems", sections(doctor()))
 
     def test_attention(self):
         with gpu():
-            status, stdout, _ = doctor("--attn", "eager")
-            self.assertEqual(status, 0)
+            stdout = doctor("--attn", "eager")
             self.assertEqual(sections(stdout)["Slow"][1], 'attn_implementation="sdpa"')
             for unknown in ("paged|sdpa", "none"):
-                status, stdout, _ = doctor("--attn", unknown)
-                self.assertEqual(status, 1)
+                stdout = doctor("--attn", unknown, status=1)
                 self.assertRegex(stdout, "Problems:\n.* is not known to keep the documents of a packed row apart")
-            self.assertEqual(doctor("--attn", "kernels-community/flash-attn2")[0], 0)
-        self.assertEqual(doctor("--attn", "flex_attention")[0], 1)
+            doctor("--attn", "kernels-community/flash-attn2")
+        doctor("--attn", "flex_attention", status=1)
 
     def test_a_cpu(self):
         with mock.patch.object(diagnosis.shutil, "which", lambda name: None):
-            status, stdout, _ = doctor()
-        self.assertEqual(status, 0)
+            stdout = doctor()
         self.assertIn("On a CPU all ops run in PyTorch. Training there is for tests.", stdout)
         table = sections(stdout)["On cpu, float32, a packed row would train with"]
         self.assertTrue(table[0].startswith("reference "), table)
@@ -138,8 +135,7 @@ class MachineTest(unittest.TestCase):
             mock.patch.object(diagnosis.shutil, "which", lambda name: name),
             mock.patch("torch.version.cuda", version),
         ):
-            status, stdout, _ = doctor()
-        self.assertEqual(status, 1)
+            stdout = doctor(status=1)
         self.assertEqual(sections(stdout)["Problems"][1], command)
 
 
@@ -148,25 +144,23 @@ class ModelTest(unittest.TestCase):
         self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         self.enterContext(mock.patch.object(diagnosis.shutil, "which", lambda name: None))
 
-    def doctor(self, config: PreTrainedConfig, *arguments):
+    def doctor(self, config: PreTrainedConfig, *arguments, **options):
         """Run the command on a folder with only a configuration."""
         config.save_pretrained(self.folder)
-        return doctor("--model", self.folder, *arguments)
+        return doctor("--model", self.folder, *arguments, **options)
 
     def test_a_checkpoint_of_ours(self):
         config = Qwen3_5TextConfig(**WITH_HEADS, dtype="float32")
-        status, stdout, _ = self.doctor(config)
-        self.assertEqual(status, 0)
+        stdout = self.doctor(config)
         named = "Qwen3_5ForCausalLM (Qwen3.5/3.6/3.8), 0.00B parameters"
         self.assertIn(f"{named}: classes of this package with fused ops", stdout)
         self.assertRegex(stdout, "of this package: .*Qwen3_5GatedDeltaNet")
         self.assertRegex(stdout, "of Transformers: .*Qwen3_5TextRotaryEmbedding")
         self.assertIn("Transformers' own Qwen3_5ForCausalLM mixes the documents of a packed row.", stdout)
         self.assertNotIn("bf16=True", stdout)
-        self.assertEqual(doctor("--model", self.folder / "config.json"), (status, stdout, ""))
+        self.assertEqual(doctor("--model", self.folder / "config.json"), stdout)
         with gpu():
-            status, stdout, _ = self.doctor(config)
-        self.assertEqual(status, 0)
+            stdout = self.doctor(config)
         notes = sections(stdout)["Notes"]
         self.assertIn("bf16=True", notes)
         self.assertTrue(any(note.startswith("FP8 computes 0% of the products in layers") for note in notes))
@@ -177,7 +171,7 @@ class ModelTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             Qwen3_5TextConfig(**TINY, mtp_num_hidden_layers=1).save_pretrained(folder)
             # Nothing is known of weights that are not there.
-            self.assertNotIn("mtp", doctor("--model", folder)[1])
+            self.assertNotIn("mtp", doctor("--model", folder))
             for tensors, level, text in (
                 ({"mtp.fc.weight": torch.ones(2)}, "Notes", "keep it. To train it too, use train --mtp, or"),
                 (
@@ -187,8 +181,7 @@ class ModelTest(unittest.TestCase):
                 ),
             ):
                 save_file(tensors, Path(folder, "model.safetensors"))
-                status, stdout, _ = doctor("--model", folder)
-                self.assertEqual(status, level == "Problems")
+                stdout = doctor("--model", folder, status=int(level == "Problems"))
                 self.assertIn(text, " ".join(sections(stdout)[level]))
 
     @parameterized.expand([("qwen3_next", False), ("qwen3_5_text", True)])
@@ -197,26 +190,24 @@ class ModelTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             tiny_config(family).save_pretrained(folder)
             save_file({"mtp.fc.weight": torch.ones(2)}, Path(folder, "model.safetensors"))
-            status, stdout, _ = doctor("--model", folder)
+            stdout = doctor("--model", folder)
         notes = " ".join(sections(stdout)["Notes"])
-        self.assertEqual(status, 0)
         self.assertIn("has a head of multi-token prediction", notes)
         self.assertEqual("does not declare it" in notes, says)
 
     @parameterized.expand(["qwen3_5_text", "qwen3_5"])
     def test_padded_batches_that_would_not_be_packed(self, family):
         config = tiny_config(family)
-        self.assertNotIn("with their padding", self.doctor(config)[1])
+        self.assertNotIn("with their padding", self.doctor(config))
         config.get_text_config().output_hidden_states = True
-        status, stdout, _ = self.doctor(config)
-        self.assertEqual(status, 0)
+        stdout = self.doctor(config)
         slow = [line for line in sections(stdout)["Slow"] if "padding:" in line]
         self.assertEqual(slow, ["Padded batches are computed with their padding: output_hidden_states."])
 
     def test_sizes_that_kernels_refuse(self):
         sizes = {"head_dim": 48, "linear_key_head_dim": 96, "linear_value_head_dim": 512}
         with gpu():
-            status, stdout, _ = self.doctor(Qwen3_5TextConfig(**TINY | sizes))
+            stdout = self.doctor(Qwen3_5TextConfig(**TINY | sizes))
             slow = "\n".join(sections(stdout)["Slow"])
             self.assertIn(
                 "gated_delta_rule runs as reference: flash_qla needs head dimensions of 128, not 96 and 512", slow
@@ -226,8 +217,7 @@ class ModelTest(unittest.TestCase):
             # The convolution and a split take the place of the fused kernel.
             self.assertNotIn("causal_conv1d", slow)
             self.assertIn("not triton: it needs keys of 16 to 256 channels and values of a multiple of them", stdout)
-            self.assertEqual(status, 0)
-            status, stdout, _ = self.doctor(Qwen3_5TextConfig(**TINY | {"head_dim": 12}))
+            stdout = self.doctor(Qwen3_5TextConfig(**TINY | {"head_dim": 12}))
             self.assertIn("attention sdpa runs as per_document(sdpa): varlen_attn needs a head dimension", stdout)
 
     @parameterized.expand(
@@ -245,7 +235,7 @@ class ModelTest(unittest.TestCase):
     def test_float8(self, config, expected, advises):
         """By the products that would run in it. Only families with CUDA graphs have it."""
         with gpu():
-            notes = sections(self.doctor(config)[1])["Notes"]
+            notes = sections(self.doctor(config))["Notes"]
         found = [note for note in notes if "FP8" in note]
         self.assertEqual(len(found), int(expected is not None))
         if expected:
@@ -264,34 +254,31 @@ class ModelTest(unittest.TestCase):
     )
     def test_other_families(self, family, support):
         config = tiny_config(family)
-        status, stdout, _ = self.doctor(config)
-        self.assertEqual(status, 0)
+        stdout = self.doctor(config)
         self.assertIn(f"ForCausalLM, 0.00B parameters: {support}", stdout)
         self.assertNotIn("would train with", stdout)
         mixes = f"Transformers' own {family.title() if family != 'opt' else 'OPT'}ForCausalLM mixes the documents"
         self.assertEqual(mixes in stdout, family != "llama")
         # Documents of a padded batch are apart with any attention.
-        self.assertEqual(self.doctor(config, "--attn", "paged|sdpa")[0], int(family != "opt"))
+        self.doctor(config, "--attn", "paged|sdpa", status=int(family != "opt"))
         with gpu():
-            masks = sections(self.doctor(config)[1]).get("Slow", [])
+            masks = sections(self.doctor(config)).get("Slow", [])
             self.assertEqual(
                 masks[:1], [] if family in ("opt", "bamba") else ["Attention sdpa applies a mask over the whole row."]
             )
-            self.assertNotIn("Slow", sections(self.doctor(config, "--attn", "flash_attention_2")[1]))
+            self.assertNotIn("Slow", sections(self.doctor(config, "--attn", "flash_attention_2")))
 
     def test_families_that_cannot_be_packed(self):
-        status, stdout, _ = self.doctor(BertConfig(num_hidden_layers=1))
-        self.assertEqual(status, 1)
+        stdout = self.doctor(BertConfig(num_hidden_layers=1), status=1)
         (problem,) = sections(stdout)["Problems"]
         self.assertIn("its attention is bidirectional", problem)
-        status, stdout, _ = self.doctor(tiny_config("llava"))
-        self.assertEqual(status, 1)
+        stdout = self.doctor(tiny_config("llava"), status=1)
         self.assertEqual(sections(stdout)["Problems"][1], f"transformers-packed audit {self.folder}")
 
     def test_no_language_model(self):
-        status, stdout, stderr = self.doctor(ViTConfig())
+        ViTConfig().save_pretrained(self.folder)
         error = "expected a causal language model, got the type vit. Choose a model that generates text.\n"
-        self.assertEqual((status, stdout, stderr), (1, "", f"transformers-packed doctor: {error}"))
+        self.assertEqual(fails("doctor", "--model", self.folder), f"transformers-packed doctor: {error}")
 
     def test_a_wrong_configuration(self):
         for text, error in (
@@ -303,8 +290,7 @@ class ModelTest(unittest.TestCase):
             ("{}", "Unrecognized model in .*"),
         ):
             (self.folder / "config.json").write_text(text)
-            status, stdout, stderr = doctor("--model", self.folder)
-            self.assertEqual((status, stdout), (1, ""))
+            stderr = fails("doctor", "--model", self.folder)
             self.assertRegex(stderr, f"^transformers-packed doctor: .*{error}")
             self.assertEqual(len(stderr.splitlines()), 1, stderr)
 
@@ -312,9 +298,8 @@ class ModelTest(unittest.TestCase):
         config = Qwen3_5MoeTextConfig(**TINY)
         for machine, device in ((contextlib.nullcontext(), "cpu"), (gpu(flash_qla_problem=NO_FLASH_QLA), "cuda")):
             with machine:
-                status, stdout, _ = self.doctor(config, "--json")
-            found = json.loads(stdout)
-            self.assertEqual((status, found["ok"], found["device"]), (0, True, device))
+                found = json.loads(self.doctor(config, "--json"))
+            self.assertEqual((found["ok"], found["device"]), (True, device))
             self.assertEqual(found["versions"]["torch"], metadata.version("torch"))
             self.assertEqual(found["model"]["class"], "Qwen3_5MoeForCausalLM")
             self.assertEqual({finding["level"] for finding in found["findings"]} - {"warning"}, {"note"})

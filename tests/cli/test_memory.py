@@ -25,29 +25,24 @@ class MemoryCommandTest(unittest.TestCase):
         for part in ("Smallest P with gradient checkpointing: P = 8", "states in float32", "FSDP2 transfers per GPU"):
             self.assertIn(part, expected)
 
-    def test_lora(self):
-        options = ("--model", self.path, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1)
-        for given, rank in (((), 0), (("--lora",), 16), (("--lora", "--lora-rank", 8), 8)):
-            expected = f"{plan_sequence_parallel(self.config, 2**14, 1, 80, lora_rank=rank).summary()}\n"
-            self.assertEqual(run_command("memory", *options, *given), (0, expected, ""))
-
-    def test_an_optimizer(self):
-        options = ("--model", self.path, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1)
-        given = {"optimizer": "flash_adamw_release"}
-        expected = f"{plan_sequence_parallel(self.config, 2**14, 1, 80, **given).summary()}\n"
-        self.assertEqual(run_command("memory", *options, "--optim", "flash_adamw_release"), (0, expected, ""))
-        status, _, stderr = run_command("memory", *options, "--optim", "adam")
-        self.assertEqual(status, 2)
-        self.assertIn("invalid choice: 'adam'", stderr)
-
-    def test_lora_of_experts(self):
-        options = ("--model", self.path, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1, "--lora")
-        config = Qwen3_5MoeTextConfig(num_hidden_layers=4)
+    @parameterized.expand(
+        [
+            ([], {}),
+            (["--lora"], {"lora_rank": 16}),
+            (["--lora", "--lora-rank", 8], {"lora_rank": 8}),
+            (["--optim", "flash_adamw_release"], {"optimizer": "flash_adamw_release"}),
+            (
+                ["--lora", "--experts", "--lora-rank", 8, "--load-in-4bit"],
+                {"lora_rank": 8, "lora_experts": True, "load_in_4bit": True},
+            ),
+        ]
+    )
+    def test_options(self, given, options):
+        config = Qwen3_5MoeTextConfig(num_hidden_layers=4) if "--experts" in given else self.config
         config.save_pretrained(self.path)
-        options += ("--experts", "--lora-rank", 8, "--load-in-4bit")
-        given = {"lora_rank": 8, "lora_experts": True, "load_in_4bit": True}
-        expected = f"{plan_sequence_parallel(config, 2**14, 1, 80, **given).summary()}\n"
-        self.assertEqual(run_command("memory", *options), (0, expected, ""))
+        command = ("memory", "--model", self.path, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1, *given)
+        expected = f"{plan_sequence_parallel(config, 2**14, 1, 80, **options).summary()}\n"
+        self.assertEqual(run_command(*command), (0, expected, ""))
 
     @parameterized.expand([64, 2**20])
     def test_the_memory_that_an_error_names_suffices(self, tokens):
@@ -68,6 +63,7 @@ class MemoryCommandTest(unittest.TestCase):
             ((*gpus, "--model", self.path / "missing", "--gpu-memory", 24), 1, "missing"),
             (gpus, 2, "arguments are required: --model, --gpu-memory"),
             ((*fits, "--load-in-4bit"), 2, "--load-in-4bit needs --lora: weights in 4 bit are not trained"),
+            ((*fits, "--optim", "adam"), 2, "invalid choice: 'adam'"),
             ((*fits, "--seed", 3), 2, "unrecognized arguments: --seed"),
             ((*fits, "--data", "x"), 2, "unrecognized arguments: --data"),
         ):

@@ -47,9 +47,11 @@ class WarmupCommandTest(unittest.TestCase):
         warm_up(model, max_length, **options)
         return FOUND
 
-    def command(self, *arguments):
-        """Return the exit status, and the output to stdout and stderr."""
-        return run_command("warmup", "--model", self.path, *arguments)
+    def command(self, *arguments, status=0):
+        """Return the output to stdout, or to stderr if the command fails."""
+        found, stdout, stderr = run_command("warmup", "--model", self.path, *arguments)
+        self.assertEqual((found, stdout if status else ""), (status, ""), stderr)
+        return stderr if status else stdout
 
     def test_the_longest_row_of_train(self):
         _, commands = parsers()
@@ -58,8 +60,7 @@ class WarmupCommandTest(unittest.TestCase):
         self.assertEqual(warmup.row_length, train.batch_size * LONGEST_SAMPLE)
 
     def test_what_it_prints(self):
-        status, stdout, _ = self.command("--row-length", 24, "--max-documents", 3)
-        self.assertEqual(status, 0)
+        stdout = self.command("--row-length", 24, "--max-documents", 3)
         lines = [
             "tilelang: 2 compiled in 70.0 s, 0 loaded from disk",
             "  backward: 1",
@@ -75,12 +76,10 @@ class WarmupCommandTest(unittest.TestCase):
 
     def test_adapters_of_experts(self):
         options = "--lora", "--experts", "--row-length", 24, "--max-documents", 2
-        status, _, stderr = self.command(*options)
-        self.assertEqual(status, 1)
+        stderr = self.command(*options, status=1)
         self.assertIn("warmup: --experts: expected a mixture of experts as --model, got ", stderr)
         Qwen3_5MoeTextConfig(**TINY, **EXPERTS).save_pretrained(self.path)
-        status, _, stderr = self.command(*options)
-        self.assertEqual(status, 0, stderr)
+        self.command(*options)
         ((model, _, _),) = self.calls
         adapters = [name for name, _ in model.named_parameters() if "experts" in name and "lora_A" in name]
         self.assertEqual(len(adapters), 2 * model.config.num_hidden_layers)
@@ -92,8 +91,7 @@ class WarmupCommandTest(unittest.TestCase):
         ]
     )
     def test_the_model_that_runs(self, options, layers, dtype, in_float8):
-        status, _, stderr = self.command("--row-length", 24, "--max-documents", 2, *options)
-        self.assertEqual(status, 0, stderr)
+        self.command("--row-length", 24, "--max-documents", 2, *options)
         ((model, _, _),) = self.calls
         base = model.get_base_model() if "--lora" in options else model
         self.assertEqual(len(base.model.layers), layers)
@@ -117,21 +115,18 @@ class WarmupCommandTest(unittest.TestCase):
         ]
     )
     def test_wrong_arguments(self, arguments, expected, part):
-        status, _, stderr = self.command(*arguments)
-        self.assertEqual(status, expected)
+        stderr = self.command(*arguments, status=expected)
         self.assertIn(part, stderr)
         self.assertEqual(self.calls, [])
 
     def test_a_machine_without_a_gpu(self):
         with mock.patch.object(module, "compiles_kernels", lambda device: device.type == "cuda"):
-            status, stdout, stderr = self.command("--row-length", 24)
-        self.assertEqual((status, stdout), (1, ""))
+            stderr = self.command("--row-length", 24, status=1)
         self.assertIn("expected a CUDA device, for which kernels are compiled, got cpu. Run the command where", stderr)
 
     def test_another_family(self):
         LlamaConfig().save_pretrained(self.path)
-        status, _, stderr = self.command("--row-length", 24)
-        self.assertEqual(status, 1)
+        stderr = self.command("--row-length", 24, status=1)
         self.assertIn("--model: expected a checkpoint of Qwen3-Next, ", stderr)
 
     def test_ctrl_c(self):
@@ -139,8 +134,7 @@ class WarmupCommandTest(unittest.TestCase):
             raise KeyboardInterrupt
 
         with mock.patch("transformers_packed.models.qwen3_5.modeling_qwen3_5.Qwen3_5ForCausalLM.forward", stopped):
-            status, _, stderr = self.command("--row-length", 24)
-        self.assertEqual(status, 130)
+            stderr = self.command("--row-length", 24, status=130)
         last = "transformers-packed warmup: interrupted while compiling kernels, before the first step; 0 are ready"
         self.assertEqual(stderr.splitlines()[-1], last)
 
@@ -149,8 +143,7 @@ class WarmupCommandTest(unittest.TestCase):
             CONFIGS[name]().save_pretrained(self.path)
             # FlashQLA has no kernels for Kimi delta attention.
             with mock.patch.object(module.flash_qla, "start_compiling", return_value=None) as started:
-                status, _, stderr = self.command("--row-length", 24, "--max-documents", 2)
-            self.assertEqual(status, 0, stderr)
+                self.command("--row-length", 24, "--max-documents", 2)
             self.assertEqual(started.called, name != "kimi_linear")
 
     def test_layers_with_and_without_experts(self):
@@ -161,8 +154,7 @@ class WarmupCommandTest(unittest.TestCase):
         config = tiny_config("kimi_linear", layer_types=2 * kinds, num_hidden_layers=6)
         config.mlp_layer_types = 4 * ["dense"] + 2 * ["sparse"]
         config.save_pretrained(self.path)
-        status, _, stderr = self.command("--row-length", 24, "--max-documents", 2)
-        self.assertEqual(status, 0, stderr)
+        self.command("--row-length", 24, "--max-documents", 2)
         found = self.calls[0][0].config
         self.assertEqual(found.layer_types, ["linear_attention", "full_attention"] * 2 + ["linear_attention"])
         self.assertEqual(found.mlp_layer_types, ["dense", "dense", "sparse", "sparse", "dense"])

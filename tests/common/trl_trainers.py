@@ -1,9 +1,11 @@
 """Trainers of TRL with tiny models, and the comparison of two of them."""
 
+import copy
 import tempfile
 import unittest
 from importlib.metadata import version
 
+from common.records import make_tokenizer
 from mixins.model import total_relative_error
 from scripts.trainer_arms import CONFIGS, OPTIONS, updates_and_log
 from transformers import AutoModelForCausalLM, set_seed
@@ -14,7 +16,15 @@ from transformers_packed import registered
 
 
 HAS_TRL = _is_package_available("trl")[0] and is_datasets_available() and is_peft_available()
+if HAS_TRL:
+    import trl
+    from datasets import Dataset
 SGD = OPTIONS | {"max_steps": 2, "bf16": False}
+PAIRS = [{"prompt": "q" * i, "chosen": "yes" * (i % 4 + 1), "rejected": "no" * i} for i in range(1, 17)]
+UNPAIRED = [
+    {"prompt": "why" * (i % 5 + 1), "completion": "yes" * (i % 4 + 1), "label": bool(i % 3)} for i in range(1, 17)
+]
+PROMPTS = [{"prompt": "q" * i} for i in range(1, 9)]
 
 
 def build_model(arm: str, vocab_size: int):
@@ -25,6 +35,36 @@ def build_model(arm: str, vocab_size: int):
         return AutoModelForCausalLM.from_config(config)
     with registered():
         return AutoModelForCausalLM.from_config(config)
+
+
+def reward(completion_ids, **kwargs):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def preference_trainer(kind, directory, model=None, samples=None, peft_config=None, rollout_func=None, **arguments):
+    """A trainer of preferences or of reinforcement learning, for two steps of SGD."""
+    tokenizer = make_tokenizer()
+    model = build_model("padded", len(tokenizer)) if model is None else model
+    options = {"processing_class": tokenizer, "peft_config": peft_config}
+    common = {**SGD, "per_device_train_batch_size": 4}
+    if kind in ("grpo", "rloo"):
+        options["reward_funcs"] = reward
+        if rollout_func is not None:
+            options["rollout_func"] = rollout_func
+        common |= {"num_generations": 4, "max_completion_length": 8}
+    elif peft_config is None and not arguments.get("precompute_ref_log_probs"):
+        options["ref_model"] = copy.deepcopy(model)
+    cls, config, some = {
+        "dpo": (trl.DPOTrainer, trl.DPOConfig, PAIRS),
+        "kto": (trl.KTOTrainer, trl.KTOConfig, UNPAIRED),
+        "grpo": (trl.GRPOTrainer, trl.GRPOConfig, PROMPTS),
+        "rloo": (trl.RLOOTrainer, trl.RLOOConfig, PROMPTS),
+    }[kind]
+    samples = some if samples is None else samples
+    if arguments.get("eval_strategy"):
+        options["eval_dataset"] = Dataset.from_list(samples[:6])
+    args = config(directory, **common | arguments)
+    return cls(model, args=args, train_dataset=Dataset.from_list(samples), **options)
 
 
 def updates_and_losses(trainer):

@@ -1,12 +1,7 @@
 """Every reader of data counts real tokens: those with an attention_mask of 0 do not exist."""
 
-import contextlib
-import io
-import json
-import tempfile
 import unittest
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -15,7 +10,7 @@ from datasets import Dataset, concatenate_datasets
 from parameterized import parameterized
 
 import transformers_packed as packed
-from transformers_packed import IterablePackingDataset, PackingDataset, cli, pack_dataset
+from transformers_packed import IterablePackingDataset, PackingDataset, pack_dataset
 from transformers_packed.audit.tiny import tiny_model
 from transformers_packed.data.dataset import find_unusable, sample_lengths, sampled_lengths
 from transformers_packed.data.samples import real_sample
@@ -138,24 +133,6 @@ class RealTokensTest(unittest.TestCase):
         got, want = collator([dataset[i] for i in range(len(dataset))]), collator(real())
         for name, value in want.items():
             self.assertTrue(torch.equal(got[name], value), name)
-
-    @parameterized.expand(["jsonl", "parquet"])
-    def test_the_plan_command(self, ending):
-        def run(samples):
-            path = Path(directory, f"data.{ending}")
-            if ending == "parquet":
-                Dataset.from_list(samples).to_parquet(path)
-            else:
-                path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                self.assertEqual(cli.main(["plan", "--data", str(path), "--row-length", "96"]), 0)
-            return out.getvalue()
-
-        with tempfile.TemporaryDirectory() as directory:
-            want = run(real())
-            self.assertIn(f"24 with {sum(LENGTHS)} tokens", want)
-            for side in ("right", "left"):
-                self.assertEqual(run(padded(side)), want)
 
     def test_masks_without_padding_are_not_decoded(self):
         dataset = Dataset.from_list(real())

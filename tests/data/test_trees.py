@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers_packed import (
     DataCollatorWithFlattening,
     PackingDataset,
-    configure_packing,
     patch_model,
 )
 from transformers_packed.data.collator import CausalLabelsCollator
@@ -58,18 +57,6 @@ def grouped(samples):
         else:
             found.append({"prefix": sample["prefix"], "answers": [answer]})
     return found
-
-
-def trains(model, collator, samples, configure=lambda trainer: None):
-    """The loss of a step of a Trainer."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"max_steps": 1, "per_device_train_batch_size": len(samples), "learning_rate": 0.0}
-        options |= {"use_cpu": True, "report_to": "none", "remove_unused_columns": False, "logging_steps": 1}
-        args = TrainingArguments(folder, **options)
-        trainer = Trainer(model, args, train_dataset=samples, data_collator=collator)
-        configure(trainer)
-        trainer.train()
-    return trainer.state.log_history[0]["loss"]
 
 
 def documents_in(batch, name="input_ids"):
@@ -286,16 +273,6 @@ class RefusalsTest(unittest.TestCase):
     def test_nodes(self, _, turns, pattern):
         samples = [node([1, 2], {1}), node([5, 6], {1}, *turns)]
         self.check(DataCollatorWithFlattening(model=self.model), samples, pattern)
-
-    def test_configured_trainer(self):
-        """Each batch is a row of trees, and the first loss that of the model on it."""
-        samples = [node([1, 2, 3], {1}, node([8, 9], {1}), node([7], {0}))] * 2
-        model = make_model(dtype=torch.float32)
-        expected = model(**DataCollatorWithFlattening(model=model)(samples)).loss.item()
-        loss = trains(
-            model, None, Dataset.from_list(samples), lambda trainer: configure_packing(trainer, "padding_free")
-        )
-        self.assertAlmostEqual(loss, expected, places=4)
 
     def test_answers(self):
         for answers in ([[3, 4]], {"input_ids": [[3, 4]]}):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixins.model import total_relative_error
 from parameterized import parameterized
+from scripts.trainer_arms import Stream
 from transformers import Trainer, TrainingArguments
 
 from transformers_packed import (
@@ -111,12 +112,8 @@ class PlansTest(unittest.TestCase):
     @parameterized.expand([("list", True), ("stream", False)])
     def test_resumed_streams(self, _, indexed):
         """After each row, with trees in rows that are open."""
-
-        class Stream(torch.utils.data.IterableDataset):
-            def __iter__(self):
-                yield from numbered(SAMPLES)
-
-        make = lambda: IterablePackingDataset(numbered(SAMPLES) if indexed else Stream(), 16, buffer_size=3)  # noqa: E731
+        samples = numbered(SAMPLES)
+        make = lambda: IterablePackingDataset(samples if indexed else Stream(samples), 16, buffer_size=3)  # noqa: E731
         whole = numbers_in(make())
         for done in range(1, len(whole)):
             first, second = make(), make()

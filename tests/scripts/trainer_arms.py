@@ -73,6 +73,16 @@ class Samples(torch.utils.data.Dataset):
         return self.rows[index]
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Samples without numbers and without a length."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
 def collate_padded(features):
     ids, labels = ([torch.tensor(f[name]) for f in features] for name in ("input_ids", "labels"))
     mask = [torch.ones_like(x) for x in ids]

@@ -3,7 +3,7 @@
 from unittest import mock
 
 import torch
-from mixins.configure import ConfigureTestCase, said
+from mixins.configure import ConfigureTestCase, said, train_configured
 from parameterized import parameterized
 from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import TINY, Samples
@@ -147,8 +147,7 @@ class AgainTest(ConfigureTestCase):
 
     def test_a_head_that_has_trained_stays(self):
         trainer = self.build()
-        said(configure_packing, trainer, **CALLS["mtp"] | {"verify": False})
-        said(trainer.train)
+        train_configured(trainer, **CALLS["mtp"] | {"verify": False})
         head = trainer.model.mtp
         line, _ = said(configure_packing, trainer, False)
         self.assertIn("; the head of multi-token prediction, which has trained, stays in the model", line)

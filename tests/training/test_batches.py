@@ -6,22 +6,20 @@ from importlib.util import find_spec
 
 import torch
 from common.records import make_tokenizer
-from common.trl_trainers import HAS_TRL, SGD, TRLTestCase, build_model, updates_and_losses
-from mixins.configure import ConfigureTestCase, said
+from common.trl_trainers import PAIRS, SGD, TRLTestCase, build_model, updates_and_losses
+from datasets import Dataset
+from mixins.configure import ConfigureTestCase, said, train_configured
 from mixins.model import total_relative_error
 from mixins.padding import computed_tokens
 from parameterized import parameterized
 from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import CONFIGS, Samples
 from transformers import AutoModel, AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingDataset, configure_packing
 from transformers_packed.models.registry import has_our_classes
 
-
-if HAS_TRL:
-    from datasets import Dataset
-    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 ARGS = {**{name: SGD[name] for name in SGD if name != "bf16"}, "learning_rate": 0.1, "max_steps": 2}
 VERIFIED = r"Verified packing on a batch of which (\d+) of (\d+) tokens are computed: .*differ by (\S+) from padded"
@@ -101,8 +99,7 @@ class OwnTrainerTest(BatchesTestCase):
     def test_in_mixed_precision(self):
         """A copy of the output has its logits."""
         trainer = self.own(args={"bf16": True, "max_steps": 1})
-        said(configure_packing, trainer, "batches")
-        self.assertRegex(said(trainer.train)[0], VERIFIED)
+        self.assertRegex(train_configured(trainer, "batches"), VERIFIED)
 
     @parameterized.expand([(ReadsPadding, "loss"), (ReadsRows, "loss")])
     def test_a_difference_is_an_error(self, kind, what):
@@ -129,8 +126,7 @@ class OwnTrainerTest(BatchesTestCase):
 
     def test_batches_without_padding(self):
         trainer = self.own(dataset=[{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 6)
-        said(configure_packing, trainer, "batches")
-        self.assertIn("Not verified: the model computes all 9 tokens of a batch", said(trainer.train)[0])
+        self.assertIn("Not verified: the model computes all 9 tokens of a batch", train_configured(trainer, "batches"))
 
     def test_a_loss_without_tokens(self):
         class Constant(Margin):
@@ -138,8 +134,7 @@ class OwnTrainerTest(BatchesTestCase):
                 return super().compute_loss(model, inputs) * 0
 
         trainer = self.own(Constant)
-        said(configure_packing, trainer, "batches")
-        self.assertIn("Not verified: the loss depends on no token", said(trainer.train)[0])
+        self.assertIn("Not verified: the loss depends on no token", train_configured(trainer, "batches"))
 
     def test_packed_trainer(self):
         args = PackedTrainingArguments(self.directory, packing="batches", report_to="none", use_cpu=True)
@@ -170,10 +165,9 @@ class TRLTest(TRLTestCase):
         trainers = []
         for _ in range(2):
             tokens = make_tokenizer()
-            rows = [{"prompt": "q" * i, "chosen": "yes" * (i % 4 + 1), "rejected": "no" * i} for i in range(1, 17)]
             args = ORPOConfig(self.directory, **{**SGD, "max_steps": 2}, per_device_train_batch_size=4, max_length=64)
             model = build_model("padded", len(tokens))
-            trainers.append(ORPOTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokens))
+            trainers.append(ORPOTrainer(model, args, train_dataset=Dataset.from_list(PAIRS), processing_class=tokens))
         self.assertIn('or pass packing="batches"', said(configure_packing, trainers[0])[0])
         check_same(self, *trainers)
 

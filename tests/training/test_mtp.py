@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from common.processes import FSDP_ON_CPU
+from common.trl_trainers import preference_trainer
 from datasets import Dataset
 from mixins.configure import ConfigureTestCase, said
 from mixins.model import total_relative_error
@@ -26,7 +27,7 @@ from transformers import (
     Trainer,
     set_seed,
 )
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
 from transformers_packed import add_mtp, configure_packing, patch_model, registered
 from transformers_packed.models import mtp
@@ -274,10 +275,7 @@ class RefusedTest(ConfigureTestCase):
             self.refused(words, trainer)
 
     def test_preferences(self):
-        pairs = Dataset.from_list([{"prompt": "w3 w4", "chosen": "w5", "rejected": "w6"}] * 4)
-        args = DPOConfig(self.directory, use_cpu=True, report_to="none", bf16=False)
-        tokens = {"processing_class": tokenizer(), "ref_model": make_model()}
-        self.refused("rejected answers", DPOTrainer(make_model(), args=args, train_dataset=pairs, **tokens))
+        self.refused("rejected answers", preference_trainer("dpo", self.directory, make_model()))
 
     def test_a_configuration_without_a_head(self):
         trainer = self.trainer()

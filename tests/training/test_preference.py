@@ -1,52 +1,25 @@
 """TRL's trainers of preferences and of reinforcement learning after `configure_packing`, against the stock model."""
 
-import copy
 import io
 import os
 import random
-import unittest
 from contextlib import redirect_stdout
 from unittest import mock
 
 import torch
 from common.records import make_tokenizer
-from common.trl_trainers import HAS_TRL, SGD, TRLTestCase, build_model, updates_and_losses
+from common.trl_trainers import TRLTestCase, build_model, preference_trainer, updates_and_losses
 from mixins.padding import computed_tokens
 from parameterized import parameterized
+from peft import LoraConfig
 from transformers import Trainer, TrainingArguments
+from trl import RewardTrainer
 
 from transformers_packed import configure_packing, prefix_tree
 from transformers_packed.models import padding
 from transformers_packed.models.padding import PaddedBatch
 from transformers_packed.models.registry import has_our_classes, transformers_model
 from transformers_packed.shared_prompts import SharedPrompts, paths_of
-
-
-if HAS_TRL:
-    from datasets import Dataset
-    from peft import LoraConfig
-    from trl import (
-        DPOConfig,
-        DPOTrainer,
-        GRPOConfig,
-        GRPOTrainer,
-        KTOConfig,
-        KTOTrainer,
-        RewardTrainer,
-        RLOOConfig,
-        RLOOTrainer,
-    )
-
-PAIRS = [{"prompt": "q" * i, "chosen": "yes" * (i % 4 + 1), "rejected": "no" * i} for i in range(1, 17)]
-UNPAIRED = [
-    {"prompt": "why" * (i % 5 + 1), "completion": "yes" * (i % 4 + 1), "label": bool(i % 3)} for i in range(1, 17)
-]
-PROMPTS = [{"prompt": "q" * i} for i in range(1, 9)]
-GENERATION = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}
-
-
-def reward(completion_ids, **kwargs):
-    return [float(sum(ids) % 7) for ids in completion_ids]
 
 
 def branching_rollouts(prompts, trainer):
@@ -79,41 +52,16 @@ class PreferenceTestCase(TRLTestCase):
         # The prompts here are shorter than those that are worth sharing.
         self.enterContext(mock.patch.object(prefix_tree, "_LEAST_SAVED", 1))
 
-    def checkpoint(self, vocab_size):
-        """A folder from which TRL loads the reference model, next to a policy with the same weights."""
-        folder = os.path.join(self.directory, "checkpoint")
-        if not os.path.exists(folder):
-            build_model("padded", vocab_size).save_pretrained(folder)
-        return folder
-
-    def trainer(self, kind, *, lora=False, reference=False, steps=2, rollout_func=None, **arguments):
-        tokenizer = make_tokenizer()
-        model = build_model("padded", len(tokenizer))
+    def trainer(self, kind, *, lora=False, reference=False, **arguments):
+        """With `reference`, TRL loads the reference model from a folder with the policy's weights."""
+        model, adapter = build_model("padded", len(make_tokenizer())), None
         if reference:
-            model = type(model).from_pretrained(self.checkpoint(len(tokenizer)))
-        options = {"processing_class": tokenizer}
+            folder = os.path.join(self.directory, "checkpoint")
+            model.save_pretrained(folder)
+            model = type(model).from_pretrained(folder)
         if lora:
-            options["peft_config"] = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
-        common = {**SGD, "max_steps": steps, "logging_steps": 1}
-        if kind in ("grpo", "rloo"):
-            options["reward_funcs"] = reward
-            if rollout_func is not None:
-                options["rollout_func"] = rollout_func
-            common |= GENERATION
-        else:
-            common |= {"per_device_train_batch_size": 4}
-            if not lora and not arguments.get("precompute_ref_log_probs"):
-                options["ref_model"] = copy.deepcopy(model)
-        cls, config, samples = {
-            "dpo": (DPOTrainer, DPOConfig, PAIRS),
-            "kto": (KTOTrainer, KTOConfig, UNPAIRED),
-            "grpo": (GRPOTrainer, GRPOConfig, PROMPTS),
-            "rloo": (RLOOTrainer, RLOOConfig, PROMPTS),
-        }[kind] if HAS_TRL else ()  # fmt: skip
-        if arguments.get("eval_strategy"):
-            options["eval_dataset"] = Dataset.from_list(samples[:6])
-        args = config(self.directory, **{**common, **arguments})
-        return cls(model, args=args, train_dataset=Dataset.from_list(samples), **options)
+            adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+        return preference_trainer(kind, self.directory, model, peft_config=adapter, **arguments)
 
     def check(self, kind, **arguments):
         padded = self.trainer(kind, **arguments)
@@ -180,7 +128,7 @@ class BatchesTest(PreferenceTestCase):
         """All of the padded batch, its real tokens, or these without repeated prompts; the reference model too."""
         counts = []
         for arm, options in {"padded": None, "packed": {}, "shared": {"share_prompts": True}}.items():
-            trainer = self.trainer("dpo", steps=1)
+            trainer = self.trainer("dpo", max_steps=1)
             if options is not None:
                 configured(trainer, verify=False, **options)
             seen = [self.enterContext(computed_tokens(model)) for model in (trainer.model, trainer.ref_model)]
@@ -249,7 +197,7 @@ class ReasonsTest(PreferenceTestCase):
 
     def test_a_reference_model_in_mixed_precision(self):
         """TRL wraps its forward before `configure_packing`; it stays wrapped, and keeps TRL's head."""
-        trainer = self.trainer("dpo", steps=1, bf16=True)
+        trainer = self.trainer("dpo", max_steps=1, bf16=True)
         self.assertIn("_original_forward", vars(trainer.ref_model))
         self.assertIn("Padding-free on", configured(trainer))
         self.assertIn("_original_forward", vars(trainer.ref_model))
@@ -272,7 +220,6 @@ class ReasonsTest(PreferenceTestCase):
         self.assertIs(module.forward, own)
         self.assertFalse(has_our_classes(trainer.ref_model))
 
-    @unittest.skipUnless(HAS_TRL, "needs trl")
     def test_sharing_prompts_elsewhere(self):
         args = TrainingArguments(self.directory, use_cpu=True, report_to="none")
         for kind in (Trainer, RewardTrainer):

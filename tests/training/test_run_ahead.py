@@ -143,10 +143,6 @@ class RunAheadTest(ConfigureTestCase):
                 trainer.train()
             self.assertEqual(isnan.call_count, reads)
 
-    def test_configured_twice(self):
-        trainer = configure_packing(self.trainer(), "padding_free")
-        self.assertNotIsInstance(trainer.training_step.step, RunAheadCallback)
-
     @parameterized.expand([("cuda", True, True), ("cuda", False, False), ("cpu", True, False)])
     def test_batches_are_copied_without_waiting_from_pinned_memory(self, device, pinned, expected):
         trainer = self.trainer(packed=False)

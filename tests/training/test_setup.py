@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import transformers
 from datasets import Dataset
-from mixins.configure import ConfigureTestCase, said
+from mixins.configure import ConfigureTestCase, said, train_configured
 from parameterized import parameterized
 from scripts.configured_arms import tokenizer
-from scripts.trainer_arms import CONFIGS, Samples, collate_padded, run_in_two_processes
+from scripts.trainer_arms import CONFIGS, Samples, Stream, collate_padded, run_in_two_processes
 from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from transformers_packed import (
@@ -110,8 +110,7 @@ class OverriddenTest(SetupTestCase):
             return outputs.loss + 0 * outputs.logits.float().mean()
 
         trainer.compute_loss = compute_loss
-        said(configure_packing, trainer, "padding_free")
-        said(trainer.train)
+        train_configured(trainer, "padding_free")
         self.assertEqual(trainer.state.global_step, 1)
 
 
@@ -211,7 +210,7 @@ class EvaluationTest(SetupTestCase):
             rows = pack_dataset(Dataset.from_list(samples.rows), 128)
         else:
             rows = PackingDataset(samples, 128)
-            rows = _Stream(rows) if kind == "stream" else rows
+            rows = Stream(rows) if kind == "stream" else rows
         args = {"per_device_eval_batch_size": 4, "remove_unused_columns": False}
         trainer = self.stock(samples, compute_metrics=self.metrics, args=args)
         if cls is PackedTrainer:
@@ -276,14 +275,6 @@ class EvaluationTest(SetupTestCase):
 
 def _collator_of(loader):
     return getattr(loader.collate_fn, "data_collator", loader.collate_fn)
-
-
-class _Stream(torch.utils.data.IterableDataset):
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __iter__(self):
-        return iter(self.rows)
 
 
 class KeptTest(SetupTestCase):

@@ -13,13 +13,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-from mixins.configure import ConfigureTestCase, said
+from mixins.configure import ConfigureTestCase, train_configured
 from parameterized import parameterized
 from scripts import configured_arms
 from scripts.trainer_arms import CONFIGS, OPTIONS, Samples
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from transformers_packed import configure_packing
 from transformers_packed.training.state import same_state
 
 
@@ -283,8 +282,7 @@ class TracesTest(ConfigureTestCase):
         counting = Counting()
         trainer.add_callback(counting)
         trainer.model.model.layers[0].mlp.register_forward_hook(counting.hook)
-        said(configure_packing, trainer, "padding_free", verify=verify)
-        line = said(trainer.train)[0]
+        line = train_configured(trainer, "padding_free", verify=verify)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         counts = trainer.train_dataset.calls, counting.calls, trainer.model.model.layers[0].mlp.calls
         weights = [x.detach().clone() for x in trainer.model.parameters()]
@@ -303,13 +301,11 @@ class TracesTest(ConfigureTestCase):
     def test_what_cannot_be_put_back_is_named(self):
         trainer = self.trainer()
         trainer.counter = itertools.count()
-        said(configure_packing, trainer)
-        self.assertRegex(said(trainer.train)[0], r"Verified packing on .*; not put back: counter \(count\)")
+        self.assertRegex(train_configured(trainer), r"Verified packing on .*; not put back: counter \(count\)")
 
     def test_samples_that_are_gone_once_they_are_read_are_not_read(self):
         dataset = Samples(12)
         dataset.source = itertools.cycle(dataset.rows)
         trainer = self.trainer(dataset=dataset)
-        said(configure_packing, trainer)
-        line = said(trainer.train)[0]
+        line = train_configured(trainer)
         self.assertIn("Not verified: reading samples would consume dataset.source (cycle).", line)

@@ -10,12 +10,15 @@ from unittest import mock
 import torch.distributed as dist
 from common.processes import run_once, run_processes
 from common.records import make_tokenizer
-from common.trl_trainers import HAS_TRL
+from common.trl_trainers import preference_trainer
+from datasets import Dataset
 from mixins.model import total_relative_error
 from parameterized import parameterized
-from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, updates_and_log
-from torch.utils.data import DataLoader, IterableDataset
+from peft import LoraConfig, get_peft_model
+from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, Stream, updates_and_log
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+from trl import SFTConfig, SFTTrainer
 
 from transformers_packed import DataCollatorWithFlattening, configure_packing
 from transformers_packed.parallel import SequenceParallel
@@ -26,11 +29,6 @@ from transformers_packed.training.callbacks import verify
 from transformers_packed.training.options import Options
 from transformers_packed.training.setup import decide
 
-
-if HAS_TRL:
-    from datasets import Dataset
-    from peft import LoraConfig, get_peft_model
-    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 ROW = 96
 OF_TRL = ("entropy", "mean_token_accuracy")
@@ -99,11 +97,6 @@ def train_all(size, processes, arms):
     return [train(kind, size, processes, mode, options) for kind, mode, options in arms]
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(Samples(4).rows)
-
-
 def state(trainer):
     """What `configure_packing` may change."""
     targets = trainer, trainer.args, trainer.accelerator, trainer.accelerator.dataloader_config
@@ -113,15 +106,13 @@ def state(trainer):
 
 def refusals():
     """Return for each set-up and mode the error, whether nothing changed, and what was printed."""
-    preferences = DPOConfig(tempfile.mkdtemp(), use_cpu=True, report_to="none", bf16=False, ddp_backend="gloo")
     leaf = {"input_ids": [1, 2], "labels": [1, 2]}
     trees = [{**leaf, "turns": [leaf, leaf]}] * 4
-    pairs = Dataset.from_list([{"prompt": "q", "chosen": "yes", "rejected": "no"}] * 4)
 
     def dpo():
-        tokenizer = make_tokenizer()
-        policy, reference = (make_model(size=len(tokenizer)) for _ in range(2))
-        return DPOTrainer(policy, reference, args=preferences, train_dataset=pairs, processing_class=tokenizer)
+        return preference_trainer(
+            "dpo", tempfile.mkdtemp(), make_model(size=len(make_tokenizer())), ddp_backend="gloo"
+        )
 
     def changed(**values):
         trainer = build("trainer", 2, 2)
@@ -137,7 +128,7 @@ def refusals():
     cases = {
         "divides": lambda: build("trainer", 2, 2),
         "batch_rebalance": lambda: changed(train_sampling_strategy="batch_rebalance"),
-        "a stream": lambda: changed(train_dataset=Stream()),
+        "a stream": lambda: changed(train_dataset=Stream(Samples(4).rows)),
         "trees for evaluation": lambda: changed(eval_dataset={"one": trees}, remove_unused_columns=False),
         "label_smoothing_factor": lambda: build("trainer", 2, 2, label_smoothing_factor=0.1),
         "compute_loss_func": lambda: changed(compute_loss_func=lambda *args, **kwargs: None),
@@ -269,7 +260,6 @@ ARMS = {
 }
 
 
-@unittest.skipUnless(HAS_TRL, "needs trl, datasets and peft")
 class StockTrainersTest(unittest.TestCase):
     @parameterized.expand(ARMS)
     def test_equals_one_process(self, name):

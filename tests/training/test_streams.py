@@ -3,10 +3,10 @@
 from collections import deque
 from unittest import mock
 
-import torch
 from datasets import Dataset, IterableDataset
 from mixins.configure import ConfigureTestCase, said
 from parameterized import parameterized
+from scripts.trainer_arms import Stream
 from transformers import TrainerCallback, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, IterablePackingDataset, configure_packing
@@ -36,14 +36,6 @@ class Queue:
     __iter__ = __call__
 
 
-class OwnStream(torch.utils.data.IterableDataset):
-    def __init__(self, source):
-        self.source = source
-
-    def __iter__(self):
-        return iter(self.source)
-
-
 def of_queue():
     return IterableDataset.from_generator(Queue())
 
@@ -55,8 +47,8 @@ STREAMS = {
     "mapped": lambda: of_queue().map(lambda sample: {**sample, "more": 1}),
     "filtered": lambda: of_queue().filter(lambda sample: sample["number"] >= 0),
     "shuffled": lambda: of_queue().shuffle(seed=0, buffer_size=8),
-    "own": lambda: OwnStream(list(map(make, range(SIZE)))),
-    "own_queue": lambda: OwnStream(Queue()),
+    "own": lambda: Stream(list(map(make, range(SIZE)))),
+    "own_queue": lambda: Stream(Queue()),
 }
 _ENDS = [{"input_ids": tokens, "labels": [-100, *tokens[1:]]} for tokens in ([6, 7, 8], [9, 2, 3, 4])]
 DIVIDED = {
@@ -121,7 +113,7 @@ class StreamsTest(ConfigureTestCase):
     def test_trainer_keeps_the_columns_that_divide_rows_and_trees(self, kind, known):
         """No sample is read before training, so none tells that the columns are there."""
         table = Dataset.from_list(DIVIDED[kind])
-        stream = table.to_iterable_dataset() if known else OwnStream(DIVIDED[kind])
+        stream = table.to_iterable_dataset() if known else Stream(DIVIDED[kind])
         trainer = self.trainer(dataset=stream, args={"max_steps": 1})
         said(configure_packing, trainer, "padding_free")
         batch = next(iter(trainer.get_train_dataloader()))

@@ -6,8 +6,7 @@ from unittest import mock
 import torch
 from mixins.configure import ConfigureTestCase, llama, said
 from parameterized import parameterized
-from scripts.trainer_arms import CONFIGS, Samples, collate_padded
-from torch.utils.data import IterableDataset
+from scripts.trainer_arms import CONFIGS, Samples, Stream, collate_padded
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -157,17 +156,12 @@ class PackedTrainerTest(TrainerTestCase):
         self.assertIsNone(next(rows, None))
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(Samples(8).rows)
-
-
 class EvaluationTest(TrainerTestCase):
     def test_a_stream_beside_samples(self):
         """accelerate would read it in one process, and cut its boundaries."""
         trainer = self.build()
         expected = trainer.evaluate()["eval_loss"]
-        self.assertAlmostEqual(trainer.evaluate(Stream())["eval_loss"], expected, places=5)
+        self.assertAlmostEqual(trainer.evaluate(Stream(Samples(8).rows))["eval_loss"], expected, places=5)
 
     def test_padding_of_a_classifier_is_no_sample(self):
         samples = [{"input_ids": [n] * n, "labels": n % 2} for n in range(2, 12)]

@@ -4,17 +4,15 @@ import copy
 
 import torch
 from common.records import MARKED, assistant, make_tokenizer, user
-from common.trl_trainers import HAS_TRL, SGD, TRLTestCase, build_model
+from common.trl_trainers import SGD, TRLTestCase, build_model
+from datasets import Dataset
 from parameterized import parameterized
+from peft import LoraConfig
 from scripts.trainer_arms import Samples, collate_padded
+from trl import SFTConfig, SFTTrainer
 
 from transformers_packed import DataCollatorWithFlattening, PackingDataset, pack_dataset, set_loss_normalization
 
-
-if HAS_TRL:
-    from datasets import Dataset
-    from peft import LoraConfig
-    from trl import SFTConfig, SFTTrainer
 
 ROW = 96
 
@@ -63,14 +61,8 @@ class SFTTest(TRLTestCase):
     def samples(self):
         return Dataset.from_list(Samples().rows)
 
-    @parameterized.expand(["trl", "ours"])
-    def test_padding_free(self, collator):
-        """With TRL's collator, or with ours in its place."""
-        if collator == "trl":
-            packed = self.build("packed", self.samples(), padding_free=True)
-        else:
-            flatten = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True, on_leak="ignore")
-            packed = self.build("packed", self.samples(), flatten)
+    def test_padding_free(self):
+        packed = self.build("packed", self.samples(), padding_free=True)
         batch = packed.data_collator([packed.train_dataset[i] for i in range(3)])
         self.assertEqual(batch["input_ids"].shape[0], 1)
         self.assertIn("seq_idx", batch)

@@ -1,23 +1,24 @@
 """The check before the first step: it finds what differs from padded training, and is quiet about what does not."""
 
 import contextlib
-import copy
 import gc
 import io
 import unittest
+from functools import partial
 from itertools import accumulate
 from unittest import mock
 
 import peft
 import torch
 from common.records import MARKED, assistant, make_tokenizer, user
-from common.trl_trainers import HAS_TRL, SGD, build_model
-from mixins.configure import ConfigureTestCase, said
+from common.trl_trainers import SGD, build_model, preference_trainer
+from datasets import Dataset
+from mixins.configure import ConfigureTestCase, said, train_configured
 from parameterized import parameterized
 from scripts.configured_arms import tokenizer
-from scripts.trainer_arms import CONFIGS, Samples, collate_padded
-from torch.utils.data import IterableDataset
+from scripts.trainer_arms import CONFIGS, Samples, Stream, collate_padded
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, TrainerCallback
+from trl import SFTConfig, SFTTrainer
 
 from transformers_packed import (
     DataCollatorWithFlattening,
@@ -36,10 +37,6 @@ from transformers_packed.training import checks, evaluation, facts
 from transformers_packed.training.callbacks import verify as callback
 from transformers_packed.training.restore import against_other_rows
 
-
-if HAS_TRL:
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 STEP = {"max_steps": 1, "logging_steps": 1}
@@ -183,11 +180,6 @@ class _SamplesCollator:
 _SamplesCollator.__module__ = "transformers.data.data_collator"
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(Samples(24).rows)
-
-
 class QuietTest(VerifyTestCase):
     def test_no_step_makes_a_cache(self):
         """Where the model's `use_cache` stays on, a padded batch would otherwise have to run kernels for states."""
@@ -229,7 +221,7 @@ class QuietTest(VerifyTestCase):
     def test_data_and_models(self, kind):
         stream = Dataset.from_list(Samples(24).rows).to_iterable_dataset()
         options = {"packing": True, "max_length": 128} if kind == "packed_stream" else {}
-        datasets = {"own_stream": Stream(), "packed_stream": stream}
+        datasets = {"own_stream": Stream(Samples(24).rows), "packed_stream": stream}
         trainer = self.trainer(dataset=datasets.get(kind) or Samples(24))
         if kind == "model_init":
             trainer.model_init = lambda: AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
@@ -262,9 +254,8 @@ class QuietTest(VerifyTestCase):
         self.check_quiet(self.sft(pairs, label_smoothing_factor=0.1))
 
     def test_a_stream_that_workers_read(self):
-        trainer = self.trainer(dataset=Stream(), args={"dataloader_num_workers": 1})
-        said(configure_packing, trainer)
-        self.assertIn("Not verified: workers of the data loader read the stream", said(trainer.train)[0])
+        trainer = self.trainer(dataset=Stream(Samples(24).rows), args={"dataloader_num_workers": 1})
+        self.assertIn("Not verified: workers of the data loader read the stream", train_configured(trainer))
 
     def test_a_resumed_run(self):
         for resumed in (False, True):
@@ -306,8 +297,7 @@ class QuietTest(VerifyTestCase):
             return compute_loss(*args, **kwargs)
 
         trainer.compute_loss = own
-        said(configure_packing, trainer, "padding_free")
-        self.assertIn("Verified", said(trainer.train)[0])
+        self.assertIn("Verified", train_configured(trainer, "padding_free"))
         trained = [entry for entry in trainer.state.log_history if "own" in entry and entry["step"] == 0]
         self.assertEqual((trainer.calls, len(trained)), ([1], 1))
 
@@ -336,8 +326,7 @@ class QuietTest(VerifyTestCase):
                 config = CONFIGS["qwen3_5"]()
                 config.attention_dropout = 0.5
                 trainer = self.trainer(AutoModelForCausalLM.from_config(config), args={"bf16": True, "max_steps": 2})
-            said(configure_packing, trainer, verify=verify)
-            self.assertEqual("Verified" in said(trainer.train)[0], verify)
+            self.assertEqual("Verified" in train_configured(trainer, verify=verify), verify)
             times = ("runtime", "per_second", "total_flos")
             log = [{k: v for k, v in x.items() if not k.endswith(times)} for x in trainer.state.log_history]
             results.append((log, [p.detach().clone() for p in trainer.model.parameters()]))
@@ -346,33 +335,16 @@ class QuietTest(VerifyTestCase):
             self.assertTrue(torch.equal(a, b))
 
 
-@unittest.skipUnless(HAS_TRL, "needs trl, datasets and peft")
 class DPOTests(VerifyTestCase):
     @staticmethod
-    def dpo(directory, **options):
-        tokens = make_tokenizer()
+    def dpo(directory):
         pairs = [{"prompt": "q" * (i + 70), "chosen": "yes" * (i % 4 + 1), "rejected": "no" * i} for i in range(1, 9)]
-        model = build_model("padded", len(tokens))
-        args = DPOConfig(directory, **{**SGD, **STEP, "per_device_train_batch_size": 2, **options})
-        kinds = {"ref_model": copy.deepcopy(model), "processing_class": tokens}
-        return DPOTrainer(model, args=args, train_dataset=Dataset.from_list(pairs), **kinds)
+        return preference_trainer("dpo", directory, samples=pairs, per_device_train_batch_size=2, max_steps=1)
 
     @parameterized.expand([("dpo", True), ("kto", True), ("grpo", False)])
     def test_preferences(self, kind, share):
-        tokens = make_tokenizer()
-        args = {**SGD, **STEP, "per_device_train_batch_size": 4}
-        model, more = build_model("padded", len(tokens)), {"processing_class": tokens}
-        if kind == "kto":
-            rows = [{"prompt": "q" * i, "completion": "yes" * (i % 4 + 1), "label": bool(i % 3)} for i in range(1, 17)]
-            args = KTOConfig(self.directory, **args)
-            trainer = KTOTrainer(model, copy.deepcopy(model), args, train_dataset=Dataset.from_list(rows), **more)
-        elif kind == "grpo":
-            args = GRPOConfig(self.directory, **args, num_generations=4, max_completion_length=4)
-            rows = Dataset.from_list([{"prompt": "q" * i} for i in range(1, 9)])
-            reward = lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids]  # noqa: E731
-            trainer = GRPOTrainer(model, reward, args, train_dataset=rows, **more)
-        else:
-            trainer = self.dpo(self.directory)
+        make = self.dpo if kind == "dpo" else partial(preference_trainer, kind, max_steps=1)
+        trainer = make(directory=self.directory)
         words = "because rows share prompts" if share else "gradients between rows are 0"
         if share and kind == "dpo":
             # Two prompts with two answers each. The shorter prompt is the start of the longer one.

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from mixins.configure import ConfigureTestCase, said
+from mixins.configure import ConfigureTestCase, said, train_configured
 from parameterized import parameterized
 from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import EXPERTS, TINY, Samples
@@ -210,15 +210,13 @@ class RoundingTest(FooledTestCase):
         trainer.model.backbone.embeddings.register_forward_hook(
             lambda layer, inputs, output: note(layer.weight.dtype, torch.is_autocast_enabled("cpu"))
         )
-        said(configure_packing, trainer)
-        self.assertRegex(said(trainer.train)[0], "Verified .*, which differ by rounding: float32 is equal")
+        self.assertRegex(train_configured(trainer), "Verified .*, which differ by rounding: float32 is equal")
         types = [call.args for call in note.call_args_list]
         self.assertIn((torch.float32, False), types)
         self.assertEqual(types[-1], (dtype, bool(args)))
         # Training is as without the check.
         other = self.trainer(sensitive(dtype), SHORT, args=args)
-        said(configure_packing, other, verify=False)
-        said(other.train)
+        train_configured(other, verify=False)
         for a, b in zip(trainer.model.parameters(), other.model.parameters(), strict=True):
             self.assertTrue(a.requires_grad and a.dtype == dtype)
             self.assertTrue(torch.equal(a, b))

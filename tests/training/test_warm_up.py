@@ -9,7 +9,6 @@ import tempfile
 import unittest
 from unittest import mock
 
-import pytest
 import torch
 from common.launches import specializations
 from common.processes import run_once
@@ -320,15 +319,6 @@ class TrainerTest(KernelsTestCase):
         keys = ("loss", "grad_norm", "documents_per_row", "padding_avoided")
         for a, b in zip(trainer.state.log_history[:2], other.state.log_history[:2], strict=True):
             self.assertEqual([a[key] for key in keys], [b[key] for key in keys])
-
-    @pytest.mark.slow
-    def test_a_resumed_run_does_it_too(self):
-        self.train(self.build(save_strategy="steps", save_steps=1))
-        self.events.clear()
-        trainer = self.build(max_steps=3)
-        self.assertEqual(
-            self.train(trainer, resume_from_checkpoint=f"{self.directory}/checkpoint-2"), ["warm up", "step"]
-        )
 
     def test_it_does_not_run_on_a_cpu_or_for_padded_batches(self):
         with mock.patch.object(callback, "compiles_kernels", lambda device: device.type == "cuda"):

@@ -9,7 +9,6 @@ import time
 import unittest
 from pathlib import Path
 
-import pytest
 import torch
 from common.processes import run_script, start_process
 from parameterized import parameterized
@@ -24,14 +23,6 @@ CASES = [
     ("stream", "hf_shuffled", "state", 0),
     ("stream", "iterable", "state", 2),
     ("map", "hf", "replay", 0, "random"),
-]
-MORE_CASES = [
-    ("stream", "list", "state", 0),
-    ("stream", "hf_stream", "state", 2),
-    ("stream", "hf_stream", "replay", 0),
-    ("stream", "list", "replay", 2),
-    ("map", "hf", "replay", 0, "sequential"),
-    ("map", "list", "replay", 2, "sequential"),
 ]
 
 
@@ -120,11 +111,6 @@ class ResumeTest(RunTestCase):
     def test_killed_runs_lose_and_repeat_nothing(self, *case):
         # Elsewhere: a second resume of a stream starts at zero, or loses a sample in flight.
         self.crash_test(case, kills=2, seed=len(str(case)))
-
-    @parameterized.expand(CASES + MORE_CASES)
-    @pytest.mark.slow
-    def test_killed_thirty_times(self, *case):
-        self.crash_test(case, kills=30, seed=1)
 
     @parameterized.expand([("state", 2)])
     def test_a_resumed_run_takes_the_same_steps(self, resume, workers):

@@ -1,6 +1,5 @@
 """The warning for trained weights of 16 bits that an optimizer updates in place."""
 
-import copy
 import unittest
 from importlib import import_module
 from importlib.util import find_spec
@@ -9,8 +8,7 @@ from unittest import mock
 import torch
 from accelerate import Accelerator
 from common.records import make_tokenizer
-from common.trl_trainers import HAS_TRL, SGD
-from datasets import Dataset
+from common.trl_trainers import preference_trainer
 from mixins.configure import ConfigureTestCase
 from parameterized import parameterized
 from peft import LoraConfig, get_peft_model
@@ -123,16 +121,9 @@ class WeightsCallbackTest(ConfigureTestCase):
         trainer = self.trainer(build_model(), collator=collate_padded)
         self.assertEqual(warnings_of(configure_packing(trainer, False)), [])
 
-    @unittest.skipUnless(HAS_TRL, "needs TRL")
     def test_batches_of_preferences(self):
-        from trl import DPOConfig, DPOTrainer
-
-        tokenizer = make_tokenizer()
         model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"](), dtype=torch.bfloat16)
-        model.resize_token_embeddings(len(tokenizer))
-        pairs = Dataset.from_list([{"prompt": "q", "chosen": "yes", "rejected": "no"}] * 4)
-        args = DPOConfig(self.directory, **{**SGD, "max_steps": 1, "per_device_train_batch_size": 2})
-        options = {"ref_model": copy.deepcopy(model), "processing_class": tokenizer}
-        trainer = DPOTrainer(model, args=args, train_dataset=pairs, **options)
+        model.resize_token_embeddings(len(make_tokenizer()))
+        trainer = preference_trainer("dpo", self.directory, model, max_steps=1)
         (said,) = warnings_of(configure_packing(configure_packing(trainer)))
         self.assertIn("SGD keeps no float32 copy", said)
