@@ -7,10 +7,9 @@ from functools import cache, partial
 import torch
 from common.records import make_tokenizer
 from fuzz_setup import CONFIGURED, Setup
-from mixins.vision import VISION_INPUTS, document
+from mixins.vision import VISION_INPUTS, document, padded_documents
 from scripts.trainer_arms import collate_padded
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorForSeq2Seq
 
@@ -100,11 +99,7 @@ def collate(rows: list) -> dict:
     features = [sample for row in rows for sample in (row if isinstance(row, list) else [row])]
     features = [feature for feature in map(without_padding, features) if feature["input_ids"]]
     batch = collate_padded(features)
-    if "mm_token_type_ids" in features[0]:
-        types = [torch.tensor(f["mm_token_type_ids"]) for f in features]
-        batch["mm_token_type_ids"] = pad_sequence(types, batch_first=True)
-    vision = {name: [f[name] for f in features if name in f] for name in VISION_INPUTS}
-    return batch | {name: torch.cat(parts) for name, parts in vision.items() if parts}
+    return padded_documents(features) | batch if "mm_token_type_ids" in features[0] else batch
 
 
 def collate_with_other_mask(kind: str, features: list[dict]) -> dict:

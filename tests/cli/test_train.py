@@ -84,6 +84,11 @@ def train_here(model, data, output, *arguments):
     return run_command("train", "--model", model, "--data", data, "--output", output, *arguments)
 
 
+def logits(*models):
+    with torch.no_grad():
+        return [model.eval()(torch.tensor([[5, 9, 40, 33, 7]])).logits for model in models]
+
+
 class CommandTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -396,9 +401,7 @@ class CommandTest(unittest.TestCase):
         loaded, info = AutoModelForCausalLM.from_pretrained(self.output, output_loading_info=True)
         self.assertEqual(type(loaded).__module__, "transformers.models.qwen3_5.modeling_qwen3_5")
         self.assertFalse(any(info.values()), info)
-        ids = torch.tensor([[5, 9, 40, 33, 7]])
-        with torch.no_grad():
-            got, want = loaded(ids).logits, trained.eval()(ids).logits
+        got, want = logits(loaded, trained)
         self.assertLess((got - want).abs().max(), 1e-5)
         start = AutoModelForCausalLM.from_pretrained(self.root / "model").state_dict()
         for name, weight in loaded.state_dict().items():
@@ -481,18 +484,15 @@ class CommandTest(unittest.TestCase):
                 self.assertEqual([name in found for name in shared], [True] * 3)
                 self.assertNotIn("mlp.gate.lora_A.weight", found)
                 self.assertTrue(all(4 in shape for name, shape in found.items() if name not in experts), found)
-            trained, stock = self.trainers[-1].model.eval(), AutoModelForCausalLM.from_pretrained(output).eval()
-            ids = torch.tensor([[5, 9, 40, 33, 7]])
-            with torch.no_grad():
-                got, want = (model(ids).logits for model in (stock, trained))
+            stock = AutoModelForCausalLM.from_pretrained(output)
+            got, want = logits(stock, self.trainers[-1].model)
             self.assertLess((got - want).abs().max(), 1e-5)
             adapted = [x for name, x in stock.named_parameters() if "experts." in name and "lora_B" in name]
             self.assertTrue(all(x.abs().max() > 1e-3 for x in adapted))
             # The adapter of PEFT, which Transformers does not merge.
             merged = AutoPeftModelForCausalLM.from_pretrained(output).merge_and_unload()
             merged.save_pretrained(output / "merged")
-            with torch.no_grad():
-                merged = AutoModelForCausalLM.from_pretrained(output / "merged").eval()(ids).logits
+            (merged,) = logits(AutoModelForCausalLM.from_pretrained(output / "merged"))
             self.assertLess((merged - want).abs().max(), 1e-5)
         self.assertEqual(len(adapted), 2 * len(TEXT_CONFIG["layer_types"]))
         self.assertIn("experts_lora", dispatch.implementations_used())
@@ -510,10 +510,9 @@ class CommandTest(unittest.TestCase):
         base = trainer.model.get_base_model()
         self.assertEqual(type(base).__module__, f"transformers_packed.models.{family}.modeling_{family}")
         self.check_first_loss(stock)
-        loaded, ids = AutoModelForCausalLM.from_pretrained(self.output).eval(), torch.tensor([[5, 9, 40, 33, 7]])
+        loaded = AutoModelForCausalLM.from_pretrained(self.output)
         self.assertEqual(type(loaded).__module__, f"transformers.models.{family}.modeling_{family}")
-        with torch.no_grad():
-            got, want, before = (model(ids).logits for model in (loaded, trainer.model.eval(), stock.eval()))
+        got, want, before = logits(loaded, trainer.model, stock)
         self.assertLess((got - want).abs().max(), 1e-4)
         self.assertGreater((got - before).abs().max(), 1e-2)
 
@@ -556,12 +555,10 @@ class CommandTest(unittest.TestCase):
         # The adapter of the values that were trained with: those of the base in 4 bit.
         settings = Namespace(load_in_4bit=True, lora=False, attn=None, optim=DEFAULT)
         base = finetune.load_model(str(self.root / "mixture"), settings, torch.float32)
-        again, stock = PeftModel.from_pretrained(base, output).eval(), AutoPeftModelForCausalLM.from_pretrained(output)
-        ids = torch.tensor([[5, 9, 40, 33, 7]])
-        with torch.no_grad():
-            want, got, whole = (x(ids).logits for x in (trained, again, stock.eval()))
-            self.assertLess((got - want).abs().max(), 1e-5)
-            merged = stock.merge_and_unload()(ids).logits
+        again, stock = PeftModel.from_pretrained(base, output), AutoPeftModelForCausalLM.from_pretrained(output)
+        want, got, whole = logits(trained, again, stock)
+        self.assertLess((got - want).abs().max(), 1e-5)
+        (merged,) = logits(stock.merge_and_unload())
         self.assertLess((merged - whole).abs().max(), 1e-5)
         self.assertLess(total_relative_error({"logits": whole}, {"logits": want}), 0.3)
 
@@ -578,11 +575,8 @@ class CommandTest(unittest.TestCase):
         with contextlib.chdir(self.directory):
             exec(block.code, {})
         base = AutoModelForImageTextToText.from_pretrained(self.root / "whole_mixture")
-        ids = torch.tensor([[5, 9, 40, 33, 7]])
-        with torch.no_grad():
-            before = base(ids).logits
-            found = PeftModel.from_pretrained(base, self.directory / "served").eval()(ids).logits
-            want = self.trainers[0].model.eval()(ids).logits
+        (before,) = logits(base)
+        found, want = logits(PeftModel.from_pretrained(base, self.directory / "served"), self.trainers[0].model)
         self.assertLess((found - want).abs().max(), 1e-5)
         self.assertGreater((found - before).abs().max(), 1e-3)
 

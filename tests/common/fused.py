@@ -95,6 +95,12 @@ def errors(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> list[flo
     return [relative(a, b) for a, b in zip(actual, expected, strict=True)]
 
 
+def assert_near(actual: list[torch.Tensor], expected: list[torch.Tensor], bar: float) -> None:
+    """Each tensor is as near to the expected one, relative to its norm. A NaN is not."""
+    found = errors(actual, expected)
+    assert all(error < bar for error in found), found
+
+
 @lru_cache
 def boundaries_of(tokens: int, device: torch.device) -> SequenceBoundaries | None:
     """Build boundaries whose last `TAIL` tokens have the same documents for rows of any length."""

@@ -84,6 +84,14 @@ ROWS = {
 }
 
 
+def error_of(function, *args, **kwargs) -> str | None:
+    """The message of the error of a call, `None` if there is none."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return str(error)
+
+
 def run_processes(function, processes: int, *args, backend: str = "gloo") -> list:
     """Run `function(*args)` of a module in each process. An error in any of them is raised here with its traceback.
 

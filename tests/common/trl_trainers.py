@@ -67,6 +67,12 @@ def preference_trainer(kind, directory, model=None, samples=None, peft_config=No
     return cls(model, args=args, train_dataset=Dataset.from_list(samples), **options)
 
 
+def sft_trainer(directory, model, samples, tokenizer, **arguments):
+    """An SFTTrainer for tokenized samples, in float32."""
+    args = trl.SFTConfig(directory, **{**OPTIONS, "bf16": False, "gradient_checkpointing": False, **arguments})
+    return trl.SFTTrainer(model, args, train_dataset=Dataset.from_list(samples), processing_class=tokenizer)
+
+
 def updates_and_losses(trainer):
     set_seed(0)  # GRPO's generated text depends on it
     updates, log = updates_and_log(trainer)

@@ -5,6 +5,7 @@ from unittest import mock
 
 import torch
 from common.fused import errors, guarded_buffers
+from mixins.op import PackedOpTesterMixin
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
@@ -35,6 +36,21 @@ def against_documents_alone(call, formula, lengths, inputs, impl, **options):
         return torch.cat([formula(*document, *leaves[4:], **options) for document in documents], 1)
 
     return with_gradients(packed, inputs, upstream), with_gradients(alone, [x.double() for x in inputs], upstream)
+
+
+class PackedScanTesterMixin(PackedOpTesterMixin):
+    """Set `call`, `make`, the function of a length and sizes that makes inputs, and `sizes`."""
+
+    tolerance = 2e-5
+
+    def make_inputs(self, length):
+        *row, A, self.D, self.dt_bias = self.make(length, *self.sizes)
+        # A weak decay, so that a document's state reaches the next one.
+        self.A = A / 8
+        return row
+
+    def run_op(self, *row, boundaries=None):
+        return self.call(*row, self.A, self.D, self.dt_bias, boundaries=boundaries, impl="reference")
 
 
 class ScanReferenceTesterMixin:

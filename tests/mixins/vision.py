@@ -89,6 +89,15 @@ def alone_batch(feature: dict) -> dict:
     return {n: torch.tensor([v]) if n in columns else v for n, v in feature.items()}
 
 
+def padded_documents(documents: list[dict], side: str = "right") -> dict:
+    """A padded batch of documents, whose labels are their tokens."""
+    batch = padded_batch([torch.tensor(d["input_ids"]) for d in documents], side)
+    types = [torch.tensor(d["mm_token_type_ids"]) for d in documents]
+    batch["mm_token_type_ids"] = pad_sequence(types, batch_first=True, padding_side=side)
+    found = {name: [d[name] for d in documents if name in d] for name in VISION_INPUTS}
+    return batch | {name: torch.cat(parts) for name, parts in found.items() if parts}
+
+
 class PackedVisionTesterMixin:
     """Documents with images and videos. Mixed in before `PackedModelTesterMixin` or `PackedVariantTesterMixin`."""
 
@@ -114,12 +123,7 @@ class PackedVisionTesterMixin:
         return alone_batch(document)
 
     def padded(self, documents, side):
-        batch = padded_batch([torch.tensor(d["input_ids"]) for d in documents], side)
-        types = [torch.tensor(d["mm_token_type_ids"]) for d in documents]
-        batch["mm_token_type_ids"] = pad_sequence(types, batch_first=True, padding_side=side)
-        for name in VISION_INPUTS:
-            batch[name] = torch.cat([d[name] for d in documents if name in d])
-        return batch
+        return padded_documents(documents, side)
 
     def two_rows(self):
         rows = [document(64, 7, images=((1, 4, 4),)), document(53, 8, images=((1, 4, 4),), videos=((1, 2, 4),))]

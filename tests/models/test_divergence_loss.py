@@ -6,15 +6,20 @@ import tempfile
 import unittest
 
 import torch
+from common.trl_trainers import HAS_TRL, sft_trainer
 from mixins.model import gradients, total_relative_error
 from parameterized import parameterized
 from scripts.mtp_run import BATCH, build
 from scripts.trainer_arms import OPTIONS, TINY, Samples, collate_padded, updates_and_log
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 
-from transformers_packed import DataCollatorWithFlattening, patch_model
+from transformers_packed import DataCollatorWithFlattening, configure_packing, patch_model
 from transformers_packed.models.losses import OWN
 from transformers_packed.models.losses.loss import DivergenceLoss
+
+
+if HAS_TRL:
+    from scripts.configured_arms import tokenizer
 
 
 SAMPLES = Samples().rows[:5]
@@ -111,3 +116,26 @@ class TrainerTest(unittest.TestCase):
         self.assertAlmostEqual(0.7 * log[0]["divergence"], alone(model, samples).item(), places=3)
         self.assertIn("trains with 0.7 x the loss of the divergence from a teacher", said)
         self.assertIn("Verified packing", said)
+
+    @unittest.skipUnless(HAS_TRL, "needs trl and datasets")
+    def test_sft_trainer(self):
+        """Beside the scores of TRL, from which it computes its own loss."""
+        expected, log, _ = self.trained((*OWN, make_loss()))
+        model = make_model()
+        model.losses = (*OWN, make_loss())
+        trainer = sft_trainer(
+            self.folder,
+            model,
+            Samples().rows,
+            tokenizer(),
+            max_steps=1,
+            per_device_train_batch_size=BATCH,
+            gradient_accumulation_steps=2,
+            train_sampling_strategy="sequential",
+        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            configure_packing(trainer, "padding_free", verify=False)
+            updates, found = updates_and_log(trainer)
+        self.assertLess(total_relative_error(updates, expected), 1e-5)
+        for name in ("loss", "divergence"):
+            self.assertAlmostEqual(found[0][name], log[0][name], places=3)

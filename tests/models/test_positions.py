@@ -6,10 +6,9 @@ import unittest
 import torch
 from common.families import tiny_model
 from mixins.kept_head import EXPERTS
-from mixins.model import alone, gradients, padded_batch, relative_error, total_relative_error
-from mixins.vision import TEXT, VISION_INPUTS, alone_batch, document, vision_config
+from mixins.model import alone, gradients, relative_error, total_relative_error
+from mixins.vision import TEXT, VISION_INPUTS, alone_batch, document, padded_documents, vision_config
 from parameterized import parameterized
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5MoeConfig,
@@ -144,12 +143,8 @@ class ImagesTest(unittest.TestCase):
         given = {"3 rows": four[1:], "4 rows": four + 3}
         calls = {"computed": one} | {name: one | {"position_ids": x} for name, x in given.items()}
         for side in ("left", "right"):
-            padded = padded_batch([torch.tensor(x["input_ids"]) for x in self.documents], side)
+            padded = padded_documents(self.documents, side)
             padded.pop("labels")
-            types = [torch.tensor(x["mm_token_type_ids"]) for x in self.documents]
-            padded["mm_token_type_ids"] = pad_sequence(types, batch_first=True, padding_side=side)
-            for name in VISION_INPUTS:
-                padded[name] = torch.cat([x[name] for x in self.documents if name in x])
             names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "attention_mask")
             positions, _ = stock.model.get_rope_index(**{name: padded[name] for name in names})
             calls[side] = padded | {"position_ids": positions}

@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from common.fused import LargestTensor
+from common.fused import LargestTensor, assert_near
 from mixins.op import PackedOpTesterMixin, relative_error
 from parameterized import parameterized
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -193,8 +193,7 @@ class AttentionTest(unittest.TestCase):
                 weight = torch.linspace(-1, 1, output.numel()).view_as(output)
                 found.append([output, *torch.autograd.grad((output * weight).sum(), rows)])
         self.assertEqual(found[0][0].shape, (1, 15, HEADS, 6))
-        for a, b in zip(*found, strict=True):
-            self.assertLess(relative_error(a, b), 1e-5)
+        assert_near(*found, 1e-5)
         wide = [on_gpu(1, 4, 9, 64), on_gpu(1, 4, 9, 64), on_gpu(1, 4, 9, 128)]
         with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)):
             reason = _verify_varlen_attn(module, *wide)

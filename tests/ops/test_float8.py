@@ -4,7 +4,7 @@ import unittest
 from unittest import mock
 
 import torch
-from common.fused import beside, flatten, relative, saved_in, unflatten
+from common.fused import assert_near, beside, flatten, relative, saved_in, unflatten
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
@@ -180,9 +180,8 @@ class OracleTest(unittest.TestCase):
         oracle = Oracle(x.bfloat16().double(), doubles(weights))
         gradients = doubles(gradients)
         expected = [*oracle.outputs(), oracle.input_gradient(gradients), *oracle.weight_gradients(gradients)]
-        for got, want in zip((*outputs, d_x, *d_weights), expected, strict=True):
-            # The results are rounded to bfloat16, and hardly any is rounded to another side.
-            self.assertLess(relative(got, want.bfloat16()), 2e-4)
+        # The results are rounded to bfloat16, and hardly any is rounded to another side.
+        assert_near((*outputs, d_x, *d_weights), [want.bfloat16() for want in expected], 2e-4)
 
     @parameterized.expand([(str(used), used) for used in ((0,), (0, 2))])
     def test_outputs_without_gradient(self, _, used):
@@ -343,8 +342,7 @@ class IsolationTest(unittest.TestCase):
         for exponent in (0, 3, 8):
             self.assertTrue(identical(expected, self.of_documents(2.0**exponent)), exponent)
         self.assertFalse(identical(expected, self.of_documents(2.0**16)))
-        for a, b in zip(expected, self.of_documents(2.0**14), strict=True):
-            self.assertLess(relative(b, a), 0.2)
+        assert_near(self.of_documents(2.0**14), expected, 0.2)
         self.assertFalse(any(d.any() for d in self.of_documents(2.0**30)))
 
     def test_a_document_with_an_overflow_is_visible_in_the_weights(self):
@@ -447,9 +445,8 @@ class FusedOpsTest(InterpretedKernelsTest):
                 y = op(impl, x, Projection(Float8Weight(leaves[0]), None, adapters))
                 y.backward(normal(2, 10, 32, seed=2))
             found.append([y.detach(), x.grad, *(leaf.grad for leaf in leaves if leaf.requires_grad)])
-        for a, b in zip(*found, strict=True):
-            # The kernel may round its result to another number, which float8 then may round to the other side.
-            self.assertLess(relative(a, b), 3e-3)
+        # The kernel may round its result to another number, which float8 then may round to the other side.
+        assert_near(*found, 3e-3)
         plain = op("reference", normal(2, 10, 96), Projection(weight, None, adapters))
         self.assertGreater(relative(found[1][0], plain.detach()), 5e-3)
 

@@ -1,6 +1,7 @@
 import unittest
 
 import torch
+from common.fused import assert_near
 from common.mixing_ops import make_rule_inputs
 from common.releases import builtin_chunk_gated_delta_rule
 from mixins.op import PackedOpTesterMixin, relative_error
@@ -76,8 +77,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
             self.run_all(function, inputs, state, False, [x.double() for x in weights])
             for _, function in TORCH_FUNCTIONS
         )
-        for a, b in zip(ours, expected, strict=True):
-            self.assertLess(relative_error(a, b), 1e-12)
+        assert_near(ours, expected, 1e-12)
 
     def test_bfloat16(self):
         inputs, state, weights = self.make(65, True, 4, torch.bfloat16)
@@ -92,9 +92,8 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
             (torch_recurrent_gated_delta_rule, exact),
         ):
             expected = self.run_all(oracle, given, state, True, weights)
-            for a, b in zip(ours, expected, strict=True):
-                # Each rounds to bfloat16 once. The stock function also sums the gradients of a group in bfloat16.
-                self.assertLess(relative_error(a, b), 2**-6)
+            # Each rounds to bfloat16 once. The stock function also sums the gradients of a group in bfloat16.
+            assert_near(ours, expected, 2**-6)
             self.assertLess(relative_error(ours[1], expected[1]), 1e-5)
 
     @parameterized.expand([(1, False), (16, True), (128, True)])
@@ -110,8 +109,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
         inputs = [x.detach() for x in make_rule_inputs(20)]
         packing = SequenceBoundaries.from_lengths([7, 13]).kernel_kwargs()
         plain = function(*inputs, output_final_state=True)
-        for a, b in zip(function(*inputs, output_final_state=True, **packing), plain, strict=True):
-            self.assertTrue(torch.equal(a, b))
+        torch.testing.assert_close(function(*inputs, output_final_state=True, **packing), plain, rtol=0, atol=0)
 
     @parameterized.expand([("chunk", 60.0, False), ("chunk", 300.0, True)])
     def test_strong_decay_overflows_nowhere(self, name, decay, by_channel):
@@ -122,8 +120,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
             output, state = function(*leaves, output_final_state=True, use_qk_l2norm_in_kernel=True)
             found.append([output, state, *torch.autograd.grad(output.sum() + state.sum(), leaves)])
         self.assertLess(relative_error(found[0][0], found[1][0]), 1e-4 if by_channel else 1e-5)
-        for a, b in zip(*found, strict=True):
-            self.assertLess(relative_error(a, b), 1e-4)
+        assert_near(*found, 1e-4)
 
 
 class GatedDeltaRuleTest(unittest.TestCase):

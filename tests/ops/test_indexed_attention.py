@@ -108,8 +108,7 @@ class IndexedAttentionTest(unittest.TestCase):
             got = torch.autograd.grad(actual, qkv, upstream)
         self.assertIsNone(weights)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         self.assertIn(f"chunks({attention})", implementations_used()["indexed_attention"])
 
     def test_the_choice_matters(self):
@@ -150,8 +149,7 @@ class IndexedAttentionTest(unittest.TestCase):
         expected = torch.cat([part[:, -n:] for part, n in zip(parts, lengths, strict=True)], dim=1)
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
         got, want = (torch.autograd.grad(x, qkv, upstream) for x in (output, expected))
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         with self.assertRaisesRegex(
             ValueError, "attention with output_attentions does not support a row with shared prompts"
         ):

@@ -113,8 +113,7 @@ class LogpsMixin:
         before = run(self.impl, (hidden, weight, bias, targets), **options)
         after = run(self.impl, (poisoned, weight, bias, targets), **options)
         self.assertGreater((~used).sum(), 0)
-        for a, b in zip(after, before, strict=True):
-            self.assertTrue(torch.equal(a, b))
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
         self.assertEqual(after[2][~used].count_nonzero(), 0)
 
     def test_without_targets(self):
@@ -235,8 +234,7 @@ class LogpsMixin:
         self.assertTrue(torch.equal(found[-1], expected))
         self.assertTrue(expected.any() and not expected[1::3].any())
         plain = outputs_of(self.impl, (hidden, weight, bias), targets, chunk_size=5, **options)
-        for a, b in zip(found[:-1], plain, strict=True):
-            self.assertTrue(torch.equal(a, b))
+        torch.testing.assert_close(found[:-1], plain, rtol=0, atol=0)
 
     def test_same_gradient(self):
         """Equal gradients, others, and gradients of the entropy: all as without the option."""

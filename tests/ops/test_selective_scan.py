@@ -5,9 +5,15 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from common.fused import errors
-from mixins.op import PackedOpTesterMixin
-from mixins.scan import LENGTHS, SHORT, ScanReferenceTesterMixin, ScanTesterMixin, against_documents_alone
+from common.fused import errors, saved_in
+from mixins.scan import (
+    LENGTHS,
+    SHORT,
+    PackedScanTesterMixin,
+    ScanReferenceTesterMixin,
+    ScanTesterMixin,
+    against_documents_alone,
+)
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
@@ -45,17 +51,8 @@ def token_by_token(x, dt, B, C, A, D, dt_bias):
     return torch.stack(outputs, 1)
 
 
-class PackedSelectiveScanTest(PackedOpTesterMixin, unittest.TestCase):
-    tolerance = 2e-5
-
-    def make_inputs(self, length):
-        *row, A, self.D, self.dt_bias = make_inputs(length, 8, 2, 4)
-        # A weak decay, so that a document's state reaches the next one.
-        self.A = A / 8
-        return row
-
-    def run_op(self, *row, boundaries=None):
-        return call(*row, self.A, self.D, self.dt_bias, boundaries=boundaries, impl="reference")
+class PackedSelectiveScanTest(PackedScanTesterMixin, unittest.TestCase):
+    call, make, sizes = staticmethod(call), staticmethod(make_inputs), (8, 2, 4)
 
 
 class ReferenceTest(ScanReferenceTesterMixin, unittest.TestCase):
@@ -89,12 +86,9 @@ class ReferenceTest(ScanReferenceTesterMixin, unittest.TestCase):
         """The decays, and the states from zero and from those before the chunks, but not what each token adds."""
         length, channels, states = 512, 8, 16
         inputs = [x.requires_grad_() for x in make_inputs(length, channels, 1, states)]
-        saved = {}
-        keep = lambda x: saved.setdefault(x.untyped_storage().data_ptr(), x) is None or x  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            call(*inputs, impl="reference")
-        sizes = sum(x.untyped_storage().nbytes() for x in saved.values())
-        self.assertLess(sizes, 4 * 4 * length * channels * states)
+        saved = [x.untyped_storage() for x in saved_in(lambda: call(*inputs, impl="reference"))]
+        sizes = {x.data_ptr(): x.nbytes() for x in saved}
+        self.assertLess(sum(sizes.values()), 4 * 4 * length * channels * states)
 
     @parameterized.expand(
         [

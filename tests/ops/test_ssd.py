@@ -9,8 +9,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from common.fused import errors
-from mixins.op import PackedOpTesterMixin
-from mixins.scan import LENGTHS, ScanReferenceTesterMixin, ScanTesterMixin, against_documents_alone
+from mixins.scan import (
+    LENGTHS,
+    PackedScanTesterMixin,
+    ScanReferenceTesterMixin,
+    ScanTesterMixin,
+    against_documents_alone,
+)
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
@@ -53,17 +58,8 @@ def token_by_token(x, dt, B, C, A, D, dt_bias, dt_limit=(0.0, math.inf)):
     return torch.stack(outputs, 1)
 
 
-class PackedSSDTest(PackedOpTesterMixin, unittest.TestCase):
-    tolerance = 2e-5
-
-    def make_inputs(self, length):
-        *row, A, self.D, self.dt_bias = make_inputs(length, 2, 8, 1, 8)
-        # A weak decay, so that a document's state reaches the next one.
-        self.A = A / 8
-        return row
-
-    def run_op(self, *row, boundaries=None):
-        return call(*row, self.A, self.D, self.dt_bias, boundaries=boundaries, impl="reference")
+class PackedSSDTest(PackedScanTesterMixin, unittest.TestCase):
+    call, make, sizes = staticmethod(call), staticmethod(make_inputs), (2, 8, 1, 8)
 
 
 class ReferenceTest(ScanReferenceTesterMixin, unittest.TestCase):

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from common.fused import LargestTensor
+from common.fused import LargestTensor, assert_near
 from common.processes import run_processes
 from mixins.configure import ConfigureTestCase
 from mixins.model import relative_error, total_relative_error
@@ -89,8 +89,7 @@ class PerDocumentTest(unittest.TestCase):
             self.assertLess(relative_error(losses * counts, want), 1e-6)
             self.assertEqual([losses[i].item() for i in (1, 2, 4)], [0.0, 0.0, 0.0])
             actual = torch.autograd.grad((losses * counts * weights).sum(), (hidden_states, weight))
-            for x, y in zip(actual, expected, strict=True):
-                self.assertLess(relative_error(x, y), 1e-6)
+            assert_near(actual, expected, 1e-6)
 
     def test_logps(self):
         hidden_states, weight, labels = packed_row()
@@ -190,23 +189,20 @@ class HeadTest(unittest.TestCase):
         expected = self.run_head(lambda x: self.head(x))
         with mock.patch("transformers_packed.training.losses._called_logps", side_effect=AssertionError):
             found = self.run_head(self.head)
-        for a, b in zip(found, expected, strict=True):
-            self.assertLess(relative_error(a.double(), b.double()), 1e-12)
+        assert_near(found, expected, 1e-12)
 
     def test_hooked_layer_is_called(self):
         plain = self.run_head(self.head)
         self.head.register_forward_hook(lambda module, inputs, output: output * 2)
         hooked = self.run_head(self.head)
         self.assertGreater(relative_error(hooked[0], plain[0]), 1e-2)
-        for a, b in zip(hooked, self.run_head(lambda x: self.head(x)), strict=True):
-            self.assertTrue(torch.equal(a, b))
+        torch.testing.assert_close(hooked, self.run_head(lambda x: self.head(x)), rtol=0, atol=0)
 
 
 class LossNormalizationTest(ConfigureTestCase):
     def check_same_training(self, got, want, steps, bar=1e-6):
         self.assertEqual(len(want[1]), steps)
-        for actual, expected in zip(got[1], want[1], strict=True):
-            self.assertLess(abs(actual - expected) / expected, 1e-5)
+        torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=0)
         self.assertLess(total_relative_error(got[0], want[0]), bar)
 
     def test_sample_mean_of_packed_rows_equals_that_of_padded_batches(self):

@@ -9,8 +9,7 @@ from unittest import mock
 
 import torch
 from common.processes import FSDP_ON_CPU
-from common.trl_trainers import preference_trainer
-from datasets import Dataset
+from common.trl_trainers import preference_trainer, sft_trainer
 from mixins.configure import ConfigureTestCase, said
 from mixins.model import total_relative_error
 from parameterized import parameterized
@@ -18,7 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from scripts.configured_arms import tokenizer
 from scripts.mtp_run import BATCH, build
-from scripts.trainer_arms import OPTIONS, TINY, Samples, collate_padded, run_in_two_processes, updates_and_log
+from scripts.trainer_arms import TINY, Samples, collate_padded, run_in_two_processes, updates_and_log
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -27,7 +26,6 @@ from transformers import (
     Trainer,
     set_seed,
 )
-from trl import SFTConfig, SFTTrainer
 
 from transformers_packed import add_mtp, configure_packing, patch_model, registered
 from transformers_packed.models import mtp
@@ -96,18 +94,16 @@ class StepTest(ConfigureTestCase):
     def test_sft_trainer(self):
         """TRL computes the loss of the trunk from scores of its own forward."""
         expected, log, _ = alone()
-        args = SFTConfig(
+        sft = sft_trainer(
             self.directory,
+            make_model(),
+            Samples().rows,
+            tokenizer(),
             max_steps=2,
             per_device_train_batch_size=BATCH,
             gradient_accumulation_steps=2,
             train_sampling_strategy="sequential",
-            bf16=False,
-            gradient_checkpointing=False,
-            **OPTIONS,
         )
-        samples = Dataset.from_list(Samples().rows)
-        sft = SFTTrainer(make_model(), args, train_dataset=samples, processing_class=tokenizer())
         # A second call undoes the first one, and creates another head.
         random = torch.get_rng_state()
         for _ in range(2):

@@ -295,8 +295,7 @@ class TracesTest(ConfigureTestCase):
         other_line, other_figures, other_weights = self.trained(False)
         self.assertNotIn("erified", other_line)
         self.assertEqual(figures, other_figures)
-        for a, b in zip(weights, other_weights, strict=True):
-            self.assertTrue(torch.equal(a, b))
+        torch.testing.assert_close(weights, other_weights, rtol=0, atol=0)
 
     def test_what_cannot_be_put_back_is_named(self):
         trainer = self.trainer()

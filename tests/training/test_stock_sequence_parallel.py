@@ -8,7 +8,7 @@ from dataclasses import replace
 from unittest import mock
 
 import torch.distributed as dist
-from common.processes import run_once, run_processes
+from common.processes import error_of, run_once, run_processes
 from common.records import make_tokenizer
 from common.trl_trainers import preference_trainer
 from datasets import Dataset
@@ -141,12 +141,8 @@ def refusals():
         size, trainer = 3 if name == "divides" else 2, make()
         before, found[name] = state(trainer), []
         for mode in ("padding_free", "auto"):
-            message = None
             with contextlib.redirect_stdout(io.StringIO()) as stdout:
-                try:
-                    configure_packing(trainer, mode, sequence_parallel_size=size)
-                except ValueError as error:
-                    message = str(error)
+                message = error_of(configure_packing, trainer, mode, sequence_parallel_size=size)
             found[name].append((message, state(trainer) == before, stdout.getvalue()))
         trainer.accelerator.state.parallelism_config = None
     return found
@@ -157,10 +153,7 @@ def refused_by_auto():
     trainer = build("trainer", 2, 2)
     trainer.training_step = lambda *args: None
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
-        try:
-            configure_packing(trainer, sequence_parallel_size=2)
-        except ValueError as error:
-            return str(error), stdout.getvalue()
+        return error_of(configure_packing, trainer, sequence_parallel_size=2), stdout.getvalue()
 
 
 def applied_and_undone():
@@ -189,19 +182,12 @@ def failing(where):
     trainer = build("trainer", 2, 2, mtp=1)
     configured = decide(trainer, Options(packing=True, max_length=ROW, mtp_only=True, sequence_parallel_size=2))
     groups, before = dist.distributed_c10d._world.pg_map, (state(trainer), parameters(trainer.model))
-    count, error = len(groups), None
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("the network is gone")
-
+    count, fail = len(groups), mock.Mock(side_effect=RuntimeError("the network is gone"))
     if where == "preparation":
         configured = replace(configured, prepare=(fail,))
     forms = SequenceParallel if where == "preparation" else fail
-    try:
-        with mock.patch.object(applying, "SequenceParallel", forms):
-            apply(trainer, configured)
-    except RuntimeError as raised:
-        error = str(raised)
+    with mock.patch.object(applying, "SequenceParallel", forms):
+        error = error_of(apply, trainer, configured)
     # The default group works as before.
     dist.barrier()
     same = (state(trainer), parameters(trainer.model)) == before
@@ -222,10 +208,7 @@ def stopped(name):
         trainer.args.average_tokens_across_devices = False
     elif name == "dataloader":
         trainer.get_train_dataloader = lambda: DataLoader(Samples(8), batch_size=2, collate_fn=rows)
-    try:
-        trainer.predict(Samples(4).rows) if name == "predict" else trainer.train()
-    except ValueError as error:
-        return str(error)
+    return error_of(trainer.predict, Samples(4).rows) if name == "predict" else error_of(trainer.train)
 
 
 def differing(kind, size, what):
@@ -236,11 +219,8 @@ def differing(kind, size, what):
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         configure_packing(trainer, "padding_free", sequence_parallel_size=size)
         with mock.patch.object(*FOUND[what]) if dist.get_rank() else contextlib.nullcontext():
-            try:
-                trainer.train()
-            except ValueError as error:
-                return str(error)
-    return stdout.getvalue()
+            error = error_of(trainer.train)
+    return error or stdout.getvalue()
 
 
 # What finds something in the check.

@@ -331,8 +331,7 @@ class QuietTest(VerifyTestCase):
             log = [{k: v for k, v in x.items() if not k.endswith(times)} for x in trainer.state.log_history]
             results.append((log, [p.detach().clone() for p in trainer.model.parameters()]))
         self.assertEqual(results[0][0], results[1][0])
-        for a, b in zip(results[0][1], results[1][1], strict=True):
-            self.assertTrue(torch.equal(a, b))
+        torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=0)
 
 
 class DPOTests(VerifyTestCase):

@@ -314,8 +314,7 @@ class TrainerTest(KernelsTestCase):
         other = self.build(compile_before_training=False, **options)
         self.events.clear()
         self.assertEqual(self.train(other), ["step", "step"])
-        for a, b in zip(trainer.model.parameters(), other.model.parameters(), strict=True):
-            self.assertTrue(torch.equal(a, b))
+        torch.testing.assert_close([*trainer.model.parameters()], [*other.model.parameters()], rtol=0, atol=0)
         keys = ("loss", "grad_norm", "documents_per_row", "padding_avoided")
         for a, b in zip(trainer.state.log_history[:2], other.state.log_history[:2], strict=True):
             self.assertEqual([a[key] for key in keys], [b[key] for key in keys])
@@ -442,8 +441,7 @@ class ProcessesTest(unittest.TestCase):
             self.assertEqual(len(without[2]), 2 * (size - 1))
             self.assertEqual(with_it[2][1:], 2 * [len(with_it[3])] * (size - 1))
             self.assertEqual(without[4], with_it[4])
-            for a, b in zip(without[1], with_it[1], strict=True):
-                self.assertTrue(torch.equal(a, b))
+            torch.testing.assert_close(without[1], with_it[1], rtol=0, atol=0)
 
     def test_a_sharded_model(self):
         (expected, _), _ = run_once(shard_and_train, 2, False)
@@ -451,5 +449,4 @@ class ProcessesTest(unittest.TestCase):
         self.assertEqual(results[0][1], results[1][1])
         self.assertEqual(len(results[0][1]), len(rows_to_run(24, 3)) + 1)
         for weights, _ in results:
-            for a, b in zip(expected, weights, strict=True):
-                self.assertTrue(torch.equal(a, b))
+            torch.testing.assert_close(expected, weights, rtol=0, atol=0)
