@@ -590,6 +590,8 @@ class PlanTest(unittest.TestCase):
                 "got 2 with load_in_4bit. Leave load_in_4bit",
             ),
             ({"expert_parallel": 2, "lora_rank": 8, "lora_experts": True}, "got 2 with lora_experts. Leave lora_exp"),
+            ({"expert_parallel": 2, "optimizer": "adamw_torch_8bit"}, "got 2 with optimizer=adamw_torch_8bit. Leave"),
+            ({"expert_parallel": 0}, "expert_parallel that divides 8 GPUs and 256 experts, got 0"),
         ]
     )
     def test_refuses_spread_experts(self, options, message):

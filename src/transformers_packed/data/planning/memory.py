@@ -241,12 +241,6 @@ def plan_sequence_parallel(
     positive = {"max_length": max_length, "gpus": gpus, "memory": memory, "gradient_accumulation_steps": rows}
     mixture = any(isinstance(layer.mlp, Experts) for layer in sizes.layers)
     remove, full = "Leave lora_experts out.", "Full fine-tuning trains all weights as they are."
-    spread, number = (
-        expert_parallel > 1,
-        max((x.mlp.number for x in sizes.layers if isinstance(x.mlp, Experts)), default=0),
-    )
-    parts = 0 < expert_parallel and gpus % expert_parallel == 0 and number % expert_parallel == 0
-    whole = next((name for name, on in (("lora_experts", lora_experts), ("load_in_4bit", load_in_4bit)) if on), "")
     rules = (
         (weights not in _WIDTHS, 'weights "bfloat16" or "float32"', repr(weights), ""),
         *((not value > 0, f"{name} above 0", value, "") for name, value in positive.items()),
@@ -260,13 +254,12 @@ def plan_sequence_parallel(
             lora_rank,
             "Lower it.",
         ),
-        (spread and not mixture, "a mixture of experts, with expert_parallel", config.model_type, "Leave it out."),
-        (not parts, f"expert_parallel that divides {gpus} GPUs and {number} experts", expert_parallel, ""),
-        (spread and whole, "expert_parallel=1", f"{expert_parallel} with {whole}", f"Leave {whole} out."),
     )
     if (error := first_error(rules)) is not None:
         raise error
     adamw = check_optimizer(optimizer, "float32" if lora.rank else weights, rows)
+    if expert_parallel != 1:
+        _check_spread(expert_parallel, gpus, config, lora, optimizer)
     # Each part must cover the receptive field of the convolution.
     most = max(1, max_length // max(1, sizes.delta_rule.window - 1))
     divisors = [size for size in range(1, min(gpus, most) + 1) if gpus % size == 0]
@@ -293,6 +286,22 @@ def plan_sequence_parallel(
     if not any(needed):
         raise _nothing_fits(plan, unfit)
     return plan
+
+
+def _check_spread(expert_parallel: int, gpus: int, config: PreTrainedConfig, lora: Lora, optimizer: str) -> None:
+    """Raise the error of experts that cannot be spread over so many GPUs."""
+    number = max(layer.mlp.number if isinstance(layer.mlp, Experts) else 0 for layer in sizes_of(config).layers)
+    uneven = expert_parallel < 1 or gpus % expert_parallel or number % expert_parallel
+    reasons = {"lora_experts": lora.experts, "load_in_4bit": lora.in_4bit}
+    reasons[f"optimizer={optimizer}"] = not OPTIMIZERS[optimizer].shards
+    whole = next((name for name, is_whole in reasons.items() if is_whole), "")
+    rules = (
+        (not number, "a mixture of experts, with expert_parallel", config.model_type, "Leave it out."),
+        (uneven, f"expert_parallel that divides {gpus} GPUs and {number} experts", expert_parallel, ""),
+        (whole, "expert_parallel=1", f"{expert_parallel} with {whole}", f"Leave {whole} out."),
+    )
+    if (error := first_error(rules)) is not None:
+        raise error
 
 
 def _that_fit_heads(
