@@ -1,13 +1,15 @@
 """Micro-batches as RL frameworks hand them to a model without padding: `import transformers_packed.auto` keeps them apart.
 
-The frameworks themselves are not run. `verl` and `openrlhf` call a model with the arguments that the sources of verl
-(`use_remove_padding`, January 2026) and OpenRLHF (`packing_samples`, August 2026) pass.
+The frameworks themselves are not run. `verl`, `openrlhf` and `nemo_rl` call a model with the arguments that the sources of
+verl (`use_remove_padding`, January 2026), OpenRLHF (`packing_samples`, August 2026) and NeMo RL (`sequence_packing`, August
+2026) pass.
 """
 
 import importlib
 import sys
 import tempfile
 import unittest
+from types import SimpleNamespace
 
 import torch
 from mixins.model import total_relative_error
@@ -44,6 +46,15 @@ def openrlhf(model, batch: dict) -> torch.Tensor:
     return model(ids, attention_mask=None, position_ids=positions)["logits"][0]
 
 
+def nemo_rl(model, batch: dict) -> torch.Tensor:
+    real = batch["attention_mask"].bool()
+    ids, positions = batch["input_ids"][real][None], batch["position_ids"][real][None]
+    ends = torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).int()
+    lengths = SimpleNamespace(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=int(ends.diff().max()))
+    options = {"use_cache": False, "flash_attn_kwargs": lengths}
+    return model(input_ids=ids, attention_mask=None, position_ids=positions, **options).logits[0]
+
+
 def padded(model, batch: dict) -> torch.Tensor:
     return model(**batch, use_cache=False).logits[batch["attention_mask"].bool()]
 
@@ -70,7 +81,7 @@ class RlFrameworksTest(unittest.TestCase):
         importlib.import_module("transformers_packed.auto")
         cls.ours = AutoModelForCausalLM.from_pretrained(folder)
 
-    @parameterized.expand([("verl", verl), ("openrlhf", openrlhf)])
+    @parameterized.expand([("verl", verl), ("openrlhf", openrlhf), ("nemo_rl", nemo_rl)])
     def test_packed_equals_padded(self, name, call):
         batch = micro_batch()
         expected = scores_and_gradients(self.stock, padded, batch)
