@@ -9,6 +9,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
+import libcst as cst
 from parameterized import parameterized
 
 
@@ -58,6 +59,11 @@ class ConverterTest(unittest.TestCase):
         self.assertEqual(code, 1)
         stale = set(re.findall(r"modeling_(\w+)\.py is stale", out))
         self.assertEqual(stale, {"qwen3_5", "qwen3_5_moe", "qwen4_exp"})
+
+    def test_names_in_strings_and_comments(self):
+        code = 'class AlphaNet:\n    """The AlphaNet of ours."""\n\n    # The Alpha stretches.\n    name = f"AlphaNet {size}"\n'
+        renames = self.converter.Rename({"AlphaNet": "BetaNet"}, {"Alpha": "Beta"})
+        self.assertEqual(cst.parse_module(code).visit(renames).code, code.replace("Alpha", "Beta"))
 
     def test_what_is_written(self):
         path = self.models / "qwen3_5_moe" / "modular_qwen3_5_moe.py"
