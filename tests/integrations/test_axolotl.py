@@ -167,11 +167,17 @@ class PluginTest(unittest.TestCase):
             (False, Cfg(transformers_packed=None)),
             (False, Cfg(transformers_packed=None, plugins=["another.Plugin"])),
             (True, Cfg(transformers_packed=None, plugins=["another.Plugin", NAME])),
+            (True, Cfg(transformers_packed=None, plugins=[NAME.replace(".PackedPlugin", ":PackedPlugin")])),
             (True, Cfg()),
         ):
             model = tiny_model("qwen3_5_text")
             PackedPlugin().post_model_build(cfg, model)
             self.assertEqual(has_our_classes(model), wanted, cfg)
+
+    def test_a_plugin_derived_from_it(self):
+        derived, model = type("Derived", (PackedPlugin,), {"__module__": "mine"})(), tiny_model("qwen3_5_text")
+        derived.post_model_build(Cfg(transformers_packed=None, plugins=["mine.Derived"]), model)
+        self.assertTrue(has_our_classes(model))
 
     def test_collates_packed_rows_of_patched_models_only(self):
         plugin = PackedPlugin()

@@ -68,9 +68,9 @@ class PackedPlugin(BasePlugin):
     """Axolotl plugin: keep the documents of a packed row apart, with the kernels of this package.
 
     Add one line to the configuration: Axolotl 0.21 or later finds the plugin by itself, and earlier ones need its name
-    under `plugins`. With `sample_packing: true`, the model gets one row per batch, with the
-    boundaries of its documents. Without, the model computes padded batches as packed rows. A model that Axolotl already
-    trains correctly on packed rows, such as Llama, stays unchanged.
+    under `plugins`. With `sample_packing: true`, the model gets one row per batch, with the boundaries of its documents.
+    Without, the model computes padded batches as packed rows. A model that Axolotl already trains correctly on packed
+    rows, such as Llama, stays unchanged.
 
     ```yaml
     transformers_packed: true   # or plugins: [transformers_packed.integrations.axolotl.PackedPlugin]
@@ -86,20 +86,25 @@ class PackedPlugin(BasePlugin):
         super().__init__()
         self._is_patched = False
 
+    def _is_wanted(self, cfg: Any) -> bool:
+        """Whether the configuration asks for this plugin, which Axolotl 0.21 creates wherever this package is installed."""
+        name = f"{type(self).__module__}.{type(self).__name__}"
+        return bool(cfg.get("transformers_packed")) or name in [x.replace(":", ".") for x in cfg.get("plugins") or ()]
+
     def get_input_args(self) -> str:
         """Return the name of the class with the option of this plugin."""
         return f"{PackedArgs.__module__}.{PackedArgs.__name__}"
 
     def pre_model_load(self, cfg: Any) -> None:
         """Raise a `ValueError` for options with which rows could not be kept whole."""
-        for name, (off, expected) in _REFUSED.items() if cfg.sample_packing and _is_wanted(cfg) else ():
+        for name, (off, expected) in _REFUSED.items() if cfg.sample_packing and self._is_wanted(cfg) else ():
             if (value := _value(cfg, name)) not in (None, off):
                 fix = f"Remove {name}, or set sample_packing: false."
                 raise input_error(f"{expected} for sample_packing: true", f"{name}: {value}", fix)
 
     def post_model_build(self, cfg: Any, model: torch.nn.Module) -> None:
         """Patch the model, before Axolotl adds adapters, checkpointing and FSDP."""
-        self._is_patched = _is_wanted(cfg) and _AXOLOTL.patch(model)
+        self._is_patched = self._is_wanted(cfg) and _AXOLOTL.patch(model)
 
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[type, dict[str, Any]] | None:
         """Return the collator of packed rows, and `None` for padded batches."""
@@ -112,12 +117,6 @@ class PackedPlugin(BasePlugin):
             return
         got, fix = type(trainer.data_collator).__name__, "List this plugin before others that set a collator."
         raise input_error("the collator of PackedPlugin for sample_packing: true", got, fix)
-
-
-def _is_wanted(cfg: Any) -> bool:
-    """Whether the configuration asks for the plugin, which Axolotl 0.21 creates wherever this package is installed."""
-    name = f"{PackedPlugin.__module__}.{PackedPlugin.__name__}"
-    return bool(cfg.get("transformers_packed")) or name in (cfg.get("plugins") or ())
 
 
 class PackedCollator(V2BatchSamplerDataCollatorForSeq2Seq):
