@@ -11,9 +11,9 @@ from common.trees import batches, group, loss_and_gradients, make_model, node, p
 from datasets import Dataset
 from hypothesis import given, settings
 from mixins.model import total_relative_error
+from mixins.patch import builtin_model
 from parameterized import parameterized
-from scripts.trainer_arms import CONFIGS
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from transformers_packed import (
     DataCollatorWithFlattening,
@@ -239,7 +239,7 @@ class RefusalsTest(unittest.TestCase):
             collator(samples)
 
     def test_collators(self):
-        stock = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        stock = builtin_model("qwen3_5")
         other, trees = patch_model(tiny_model("lara_mini")), (group([5, 6], [8]), node([5, 6], {1}, node([8], {0})))
         for options, got in (
             ({"on_leak": "ignore"}, "a model without classes"),
