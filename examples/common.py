@@ -13,6 +13,8 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3VLProcessor,
     set_seed,
@@ -73,8 +75,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def text_config(**more) -> Qwen3_5TextConfig:
-    return Qwen3_5TextConfig(
+def text_config(cls: type = Qwen3_5TextConfig, **more):
+    return cls(
         vocab_size=len(SPECIAL_TOKENS) + 256,
         hidden_size=64,
         intermediate_size=128,
@@ -90,11 +92,19 @@ def text_config(**more) -> Qwen3_5TextConfig:
     )
 
 
-def tiny_checkpoint() -> str:
-    """Save a tiny Qwen3.5 with random weights and return its directory."""
+def tiny_checkpoint(experts: bool = False) -> str:
+    """Save a tiny Qwen3.5, or a mixture of experts, with random weights and return its directory."""
     set_seed(0)
     tiny_tokenizer().save_pretrained(_directory.name)
-    Qwen3_5ForCausalLM(text_config()).save_pretrained(_directory.name)
+    sizes = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    }
+    mixture = Qwen3_5MoeForCausalLM, text_config(Qwen3_5MoeTextConfig, **sizes)
+    cls, config = mixture if experts else (Qwen3_5ForCausalLM, text_config())
+    cls(config).save_pretrained(_directory.name)
     return _directory.name
 
 

@@ -33,6 +33,10 @@ SHARED = [r"Padding-free on: the model computes only the real tokens .* a prompt
 SCRIPTS = {
     "trainer": (PADDING_FREE, "model.safetensors"),
     "sft": ([r"Packing on: isolation by ", *PACKED], "model.safetensors"),
+    "experts": (
+        [r"Packing on: fill \d\d\.\d%, .* rows of at most 1,024 tokens", *PACKED, r"'experts_unused': "],
+        "model.safetensors",
+    ),
     "lora": ([r"Packing on: fill \d\d\.\d%, .* rows of at most 1,024 tokens", *PACKED], "adapter_model.safetensors"),
     "dpo": ([*SHARED, r"'rewards/margins': "], "adapter_model.safetensors"),
     "grpo": ([*SHARED, r"'rewards/short_answers/mean': "], "model.safetensors"),
@@ -66,22 +70,23 @@ class ExamplesTest(unittest.TestCase):
         return result
 
     @pytest.mark.slow
-    def test_two_processes_share_rows(self):
-        """Both give the updates of one process: the same loss, rounded to four digits.
+    @parameterized.expand([("sequence_parallel", "2", ["--sequence_parallel_size", "2"]), ("experts", "1", [])])
+    def test_two_processes(self, name, batch, options):
+        """They share rows or experts, and give the updates of one process: the same loss, rounded to four digits.
 
         This is the only test that starts torchrun itself.
         """
-        arguments = ["--max-steps", "5", "--batch-size", "2"]
+        arguments = ["--max-steps", "5", "--batch-size"]
         # Run on the CPU even if the machine has a GPU.
         variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        alone = self.run_script("sequence_parallel", *arguments, **variables)
+        alone = self.run_script(name, *arguments, "2", **variables)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
         shared = subprocess.run(
-            [*launch, str(EXAMPLES / "sequence_parallel.py"), *arguments, "--sequence_parallel_size", "2"],
+            [*launch, str(EXAMPLES / f"{name}.py"), *arguments, batch, *options],
             capture_output=True,
             text=True,
             cwd=self.directory,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", **variables},
         )
         self.assertEqual(shared.returncode, 0, shared.stderr[-3000:])
         losses = [re.findall(r"'loss': '([\d.]+)'", result.stdout) for result in (alone, shared)]

@@ -18,6 +18,7 @@ from parameterized import parameterized
 from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import CONFIGS, Samples
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
 from trl import GRPOTrainer, RewardTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import identity
@@ -80,6 +81,15 @@ class ReasonsTest(ConfigureTestCase):
             else:
                 said(configure_packing, trainer)
                 self.assertTrue(trainer.args.padding_free)
+
+    def test_a_model_over_more_processes_than_the_trainer_knows(self):
+        trainer = self.trainer()
+        trainer.model.config.distributed_config = DistributedConfig(fsdp_size=2)
+        with (
+            mock.patch.object(module.dist, "is_initialized", lambda: True),
+            mock.patch.object(module.dist, "get_world_size", lambda: 2),
+        ):
+            self.check(trainer, "a Trainer with the model's 2 processes, got 1, each of which would read all rows")
 
     def test_custom_collator(self):
         collator = transformers.DataCollatorForTokenClassification(tokenizer())

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from tqdm.auto import tqdm
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -211,6 +212,14 @@ def _of_shards(facts: Facts) -> Iterator[Rule]:
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     if model is None or config is None:
         return
+    processes, own = dist.get_world_size() if dist.is_initialized() else 1, trainer.args.world_size
+    got = f"{own}, each of which would read all rows"
+    yield (
+        processes != own,
+        f"a Trainer with the model's {processes} processes",
+        got,
+        "On a CPU, set ACCELERATE_USE_CPU=true.",
+    )
     stages = getattr(config, "pp_size", 1)
     yield stages > 1, "whole models", f"pp_size={stages}, which gives a process some of the layers", "Set pp_size=1."
     steps, tensors = trainer.args.gradient_accumulation_steps, trainer.get_tp_size()
