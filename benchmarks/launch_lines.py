@@ -64,7 +64,7 @@ class Launch:
 
     @property
     def sharded(self) -> bool:
-        return any(word in self.command for word in ("--use_fsdp", "fsdp2.yaml", "--use_deepspeed"))
+        return any(word in self.command for word in ("--use_fsdp", "fsdp2.yaml", "hsdp.yaml", "--use_deepspeed"))
 
     @property
     def processes(self) -> int:
@@ -113,6 +113,8 @@ def launches(vision: bool) -> list[Launch]:
     images = SHORT.replace("--model CHECKPOINT ", "--model VISION " if vision else "")
     answers = "--model CHECKPOINT --output OUTPUT --max-steps 5 --max-length 32"
     text, seen = {"saved": "CHECKPOINT"}, {"saved": "VISION", "lower": False} if vision else {}
+    # The checkpoint has no experts.
+    own = SHORT.replace("--model CHECKPOINT ", "")
     # Its 10 steps have a quarter of the tokens of the other examples, too few to lower the loss for sure.
     few = text | {"lower": False}
     return [
@@ -130,6 +132,13 @@ def launches(vision: bool) -> list[Launch]:
         Launch("trainer/ddp", f"{DDP} {example('trainer', 4)}", like="trainer/one", **text),
         Launch("trainer/fsdp2", f"{full} {example('trainer', 4)}", like="trainer/one", **text),
         Launch("trainer/fsdp2-sharded", f"{shards} {example('trainer', 4)}", like="trainer/one", merged=True, **text),
+        Launch(
+            "trainer/hsdp",
+            "accelerate launch --config_file examples/hsdp.yaml --num_processes 2 --parallelism_config_dp_shard_size 1 "
+            + example("trainer", 4),
+            like="trainer/one",
+            **text,
+        ),
         Launch("trainer/zero-2", f"{zero(2)} {example('trainer', 4)}", like="trainer/one", may_fail=True, **text),
         Launch("trainer/zero-3", f"{zero(3)} {example('trainer', 4)}", like="trainer/one", may_fail=True, **text),
         Launch("trainer/one", f"python {example('trainer', 8)}", **text),
@@ -140,6 +149,8 @@ def launches(vision: bool) -> list[Launch]:
         Launch("lora/fsdp2", f"{full} {example('lora', 2)}", like="lora/ddp", **text),
         Launch("lora/zero-3", f"{zero(3)} {example('lora', 2)}", like="lora/ddp", may_fail=True, **text),
         Launch("lora/one", f"python {example('lora', 4)}", **text),
+        Launch("experts/ep", f"{torchrun} {example('experts', 2, short=own)}", like="experts/one", lower=False),
+        Launch("experts/one", f"python {example('experts', 4, short=own)}", lower=False),
         Launch("dpo/ddp", f"{DDP} {example('dpo', 2)}", like="dpo/one", lower=False, **text),
         Launch("dpo/one", f"python {example('dpo', 4)}", lower=False, **text),
         Launch(
