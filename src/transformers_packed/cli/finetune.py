@@ -38,7 +38,6 @@ from ..models.optimizers import OPTIMIZERS, check_optimizer
 from ..models.quantization import initialize_in_4bit, nf4
 from ..models.registry import registered
 from ..models.releases import builds, use_one_gpu
-from ..models.sizes import Experts
 from ..models.versions import can_select_checkpoints, checkpointing_argument
 from ..ops.float8 import MULTIPLE, verify
 from ..ops.moe import MAX_RANK
@@ -236,7 +235,7 @@ def supported_config(source: str, settings: Namespace | None = None) -> PreTrain
         config = _supported_config(source)
     able = [family for family in OWN if family.has_graphs]
     has_graphs = family_of(config) in able
-    has_experts = any(isinstance(layer.mlp, Experts) for layer in sizes_of(config).layers)
+    has_experts = bool(sizes_of(config).mixtures)
     for name, possible, expected in (
         ("experts", has_experts, "a mixture of experts"),
         ("cuda_graphs", has_graphs, f"a checkpoint of {titles(able)}"),

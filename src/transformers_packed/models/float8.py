@@ -13,7 +13,6 @@ from .cuda_graphs import forget_graphs, text_models_of
 from .families import sizes_of
 from .quantization import SENSITIVE
 from .replacements import Model
-from .sizes import Experts
 
 
 logger = logging.get_logger(__name__)
@@ -91,8 +90,7 @@ def share_in_float8(model: PreTrainedModel, tokens: int) -> float:
     work = {name: layer.in_features * layer.out_features for name, layer in layers.items()}
     fewest = _by_default(model, layers)
     sizes = sizes_of(model.config)
-    mixtures = [layer.mlp for layer in sizes.layers if isinstance(layer.mlp, Experts)]
-    others = sum(3 * mixture.chosen * mixture.width * sizes.hidden for mixture in mixtures)
+    others = sum(3 * mixture.chosen * mixture.width * sizes.hidden for mixture in sizes.mixtures)
     return sum(work[name] for name, least in fewest.items() if least <= tokens) / (sum(work.values()) + others)
 
 

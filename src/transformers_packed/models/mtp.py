@@ -6,8 +6,8 @@ bytes from the checkpoint that a model was loaded from, file to file, and the na
 are.
 
 A trained head is saved beside an adapter, too. Servers refuse other tensors in the file of an adapter, so the head has a
-file of its own in the folder of each adapter that it was saved with. PEFT may train a copy of the head for each adapter (`modules_to_save=["mtp"]`), which is then the head of
-that adapter.
+file of its own in the folder of each adapter that it was saved with. PEFT may train a copy of the head for each adapter
+(`modules_to_save=["mtp"]`), which is then the head of that adapter.
 """
 
 import inspect

@@ -94,6 +94,16 @@ class Sizes:
         return self.attention.heads, self.attention.kv_heads
 
     @property
+    def mixtures(self) -> list[Experts]:
+        """The mixtures of the layers that have one."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+
+    @property
+    def expert_parameters(self) -> list[int]:
+        """The number of parameters of the routed experts in each mixture."""
+        return [3 * self.hidden * mixture.width * mixture.number for mixture in self.mixtures]
+
+    @property
     def linear_heads(self) -> tuple[int, int]:
         """The heads of keys and values in the delta rule."""
         return self.delta_rule.key_heads, self.delta_rule.heads

@@ -13,11 +13,11 @@ from ...errors import count, first_error, input_error
 from ...models.families import sizes_of
 from ...models.memory import ALL_TRAINED, FULL, HALF, Lora, way_of_attention
 from ...models.optimizers import DEFAULT, OPTIMIZERS, check_optimizer
-from ...models.sizes import Experts, Sizes
+from ...models.sizes import Sizes
 from ...ops.moe import MAX_RANK
 from ...parallel.groups import check_methods
 from ...parallel_methods import AttentionMethod, DeltaRuleMethod
-from .step_memory import Parameters, StepMemory, checkpointed_layers, experts_in, is_sharded, step_memory
+from .step_memory import Parameters, StepMemory, checkpointed_layers, is_sharded, step_memory
 
 
 _GIB, _MIB = 2**30, 2**20
@@ -114,7 +114,7 @@ class SequenceParallelPlan:
         need, states = self.options[self.size][0], "AdamW" if self.optimizer == DEFAULT else self.optimizer
         trained, share = self.parameters.trained(self.lora), 1 - 1 / self.gpus
         sizes, spread = sizes_of(self.config), self.expert_parallel
-        experts = sum(experts_in(sizes)) if spread > 1 else 0
+        experts = sum(sizes.expert_parameters)
         # Each expert is gathered by the GPUs that have it, in parts.
         moved = (self.parameters.total - experts) * share + experts / spread * (1 - spread / self.gpus)
         if is_sharded(self.lora, OPTIMIZERS[self.optimizer]):
@@ -158,10 +158,9 @@ class SequenceParallelPlan:
             )
         lines.append(transfers)
         if spread > 1:
-            mixtures = [layer.mlp for layer in sizes.layers if isinstance(layer.mlp, Experts)]
             # To the experts and back; one of the GPUs is the token's own.
-            tokens = -(-self.max_length // self.size) * mixtures[0].chosen * (1 - 1 / spread)
-            each, times = _mib(2 * HALF * tokens * sizes.hidden), len(mixtures)
+            tokens = -(-self.max_length // self.size) * sizes.mixtures[0].chosen * (1 - 1 / spread)
+            each, times = _mib(2 * HALF * tokens * sizes.hidden), len(sizes.mixtures)
             lines.append(
                 f"Experts over {spread} GPUs receive and return {times} x {each} MiB per GPU in forward, the same in backward"
             )
@@ -239,7 +238,6 @@ def plan_sequence_parallel(
     rows, lora = gradient_accumulation_steps, Lora(lora_rank, lora_experts, load_in_4bit)
     sizes = sizes_of(config, "Train this model without sequence parallelism.")
     positive = {"max_length": max_length, "gpus": gpus, "memory": memory, "gradient_accumulation_steps": rows}
-    mixture = any(isinstance(layer.mlp, Experts) for layer in sizes.layers)
     remove, full = "Leave lora_experts out.", "Full fine-tuning trains all weights as they are."
     rules = (
         (weights not in _WIDTHS, 'weights "bfloat16" or "float32"', repr(weights), ""),
@@ -247,7 +245,7 @@ def plan_sequence_parallel(
         (lora_rank < 0, "lora_rank of at least 0", lora_rank, ""),
         (lora_experts and not lora_rank, "lora_rank with lora_experts", lora_rank, full),
         (load_in_4bit and not lora_rank, "lora_rank with load_in_4bit", lora_rank, full),
-        (lora_experts and not mixture, "a mixture of experts, with lora_experts", config.model_type, remove),
+        (lora_experts and not sizes.mixtures, "a mixture of experts, with lora_experts", config.model_type, remove),
         (
             lora_experts and lora_rank > MAX_RANK,
             f"lora_rank of at most {MAX_RANK} with lora_experts",
@@ -259,7 +257,7 @@ def plan_sequence_parallel(
         raise error
     adamw = check_optimizer(optimizer, "float32" if lora.rank else weights, rows)
     if expert_parallel != 1:
-        _check_spread(expert_parallel, gpus, config, lora, optimizer)
+        _check_spread(expert_parallel, gpus, sizes, config.model_type, lora, optimizer)
     # Each part must cover the receptive field of the convolution.
     most = max(1, max_length // max(1, sizes.delta_rule.window - 1))
     divisors = [size for size in range(1, min(gpus, most) + 1) if gpus % size == 0]
@@ -288,15 +286,15 @@ def plan_sequence_parallel(
     return plan
 
 
-def _check_spread(expert_parallel: int, gpus: int, config: PreTrainedConfig, lora: Lora, optimizer: str) -> None:
+def _check_spread(expert_parallel: int, gpus: int, sizes: Sizes, model: str, lora: Lora, optimizer: str) -> None:
     """Raise the error of experts that cannot be spread over so many GPUs."""
-    number = max(layer.mlp.number if isinstance(layer.mlp, Experts) else 0 for layer in sizes_of(config).layers)
+    number = sizes.mixtures[0].number if sizes.mixtures else 0
     uneven = expert_parallel < 1 or gpus % expert_parallel or number % expert_parallel
     reasons = {"lora_experts": lora.experts, "load_in_4bit": lora.in_4bit}
     reasons[f"optimizer={optimizer}"] = not OPTIMIZERS[optimizer].shards
     whole = next((name for name, is_whole in reasons.items() if is_whole), "")
     rules = (
-        (not number, "a mixture of experts, with expert_parallel", config.model_type, "Leave it out."),
+        (not number, "a mixture of experts, with expert_parallel", model, "Leave it out."),
         (uneven, f"expert_parallel that divides {gpus} GPUs and {number} experts", expert_parallel, ""),
         (whole, "expert_parallel=1", f"{expert_parallel} with {whole}", f"Leave {whole} out."),
     )
@@ -376,9 +374,8 @@ def exchanges(
         Exchange(full, f"attention: {looked[0]}", looked[1]),
     ]
     if getattr(config.get_text_config(), "output_router_logits", False):
-        mixtures = [layer.mlp for layer in sizes.layers if isinstance(layer.mlp, Experts)]
-        logits = others * tokens * mixtures[0].number * HALF if mixtures else 0
-        found.append(Exchange(len(mixtures), "experts: router logits for the auxiliary loss", logits))
+        logits = others * tokens * sizes.mixtures[0].number * HALF if sizes.mixtures else 0
+        found.append(Exchange(len(sizes.mixtures), "experts: router logits for the auxiliary loss", logits))
     return found
 
 

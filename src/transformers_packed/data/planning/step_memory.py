@@ -170,19 +170,11 @@ def _of_parameters(
 
 def _gathered(sizes: Sizes, parameters: Parameters, lora: Lora, gpus: int, expert_parallel: int) -> float:
     """Bytes of weights and gradients that FSDP2 gathers for running layers."""
-    layer: float = parameters.layer
-    if expert_parallel > 1:
-        experts = max(experts_in(sizes))
-        # A process's own experts are not gathered if no other one has them.
-        layer += (experts / expert_parallel if gpus > expert_parallel else 0) - experts
+    experts = max(sizes.expert_parameters, default=0)
+    # A process's own experts are not gathered if no other one has them.
+    layer = parameters.layer - experts + (experts / expert_parallel if gpus > expert_parallel else 0)
     gradients = 3 * parameters.trained(lora) / len(sizes.layers) if lora.rank else parameters.root + layer
     return HALF * (parameters.root + 2 * layer + gradients)
-
-
-def experts_in(sizes: Sizes) -> list[int]:
-    """The number of parameters of routed experts in each layer."""
-    mixtures = [layer.mlp if isinstance(layer.mlp, Experts) else None for layer in sizes.layers]
-    return [3 * sizes.hidden * mlp.width * mlp.number if mlp else 0 for mlp in mixtures]
 
 
 def _most_in_backward(ways: list, checkpoint: float, on_device: int, root: float, gradients: float) -> float:
