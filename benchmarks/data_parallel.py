@@ -27,11 +27,34 @@ from transformers_packed import DataCollatorWithFlattening
 from transformers_packed.ops import implementations_used
 
 
-def make_row(rank: int, lengths: list[int], vocab: int, device: str) -> dict:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that the benchmarks of several processes share."""
+    parser.add_argument("--layers", type=int, help="layers of the model, instead of its own number")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of each row")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help="add the results to this JSON file")
+
+
+def start(device: str) -> tuple[str, str]:
+    """Form the group of processes. Returns the machine and the command."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    prepare(device)
+    size = dist.get_world_size()
+    machine = f"{size} x {torch.cuda.get_device_name()}" if device == "cuda" else f"{size} processes on a CPU"
+    return machine, f"torchrun --nproc_per_node {size} {shlex.join(sys.argv)}"
+
+
+def make_row(rank: int, lengths: list[int], vocab: int, device: str, stock: bool = False) -> dict:
+    """Random documents in a row, with the boundaries that our classes or the stock ones read."""
     generator = torch.Generator().manual_seed(rank)
-    collator = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")
+    collator = DataCollatorWithFlattening(
+        return_cu_seqlens=not stock, return_seq_idx=stock, return_flash_attn_kwargs=stock, on_leak="ignore"
+    )
     row = collator([{"input_ids": torch.randint(1, vocab, (n,), generator=generator)} for n in lengths])
-    return {name: x.to(device) for name, x in row.items()}
+    return {name: x.to(device) if torch.is_tensor(x) else x for name, x in row.items()}
 
 
 def wrapped(model: torch.nn.Module, kind: str) -> torch.nn.Module:
@@ -91,19 +114,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["4B"])
     parser.add_argument("--arms", nargs="+", default=["ours", "ours+float8"])
-    parser.add_argument("--layers", type=int, help="layers of each model, instead of its own number")
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens of each row")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="add the results to this JSON file")
+    add_options(parser)
     args = parser.parse_args()
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    prepare(args.device)
-    size = dist.get_world_size()
-    machine = f"{size} x {torch.cuda.get_device_name()}" if args.device == "cuda" else f"{size} processes on a CPU"
-    command = f"torchrun --nproc_per_node {size} {shlex.join(sys.argv)}"
+    machine, command = start(args.device)
     report = earlier_report(args.output, machine, parser)
     for name in args.models:
         config, lengths = with_layers(MODELS[name], args.layers), sample_lengths("lognormal", args.tokens)

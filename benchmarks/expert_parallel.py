@@ -10,24 +10,21 @@ outside the experts.
 import argparse
 import gc
 import json
-import os
-import shlex
 import sys
 import tempfile
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from arms import ARMS, make_model, prepare
-from data_parallel import milliseconds, step
+from arms import ARMS, make_model
+from data_parallel import add_options, make_row, milliseconds, start, step
 from peft import LoraConfig, get_peft_model
 from shapes import LORA_LAYERS, LORA_MLP, MODELS, sample_lengths, with_layers
 from step import earlier_report
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from transformers_packed import DataCollatorWithFlattening, registered
+from transformers_packed import registered
 from transformers_packed.ops import dispatch, implementations_used
 
 
@@ -56,16 +53,6 @@ def load(folder: str, kind: str, plan: dict, lora: bool) -> torch.nn.Module:
     return model
 
 
-def make_row(kind: str, lengths: list[int], vocab: int, device: str) -> dict:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    stock = ARMS[kind].model == "builtin"
-    collator = DataCollatorWithFlattening(
-        return_cu_seqlens=not stock, return_seq_idx=stock, return_flash_attn_kwargs=stock, on_leak="ignore"
-    )
-    row = collator([{"input_ids": torch.randint(1, vocab, (n,), generator=generator)} for n in lengths])
-    return {name: x.to(device) if torch.is_tensor(x) else x for name, x in row.items()}
-
-
 def measure(arm: str, folder: str, config: dict, lengths: list[int], repeats: int, device: str) -> dict:
     """Time and peak memory of an arm such as `"ours, EP, LoRA"`."""
     words = arm.split(", ")
@@ -73,7 +60,7 @@ def measure(arm: str, folder: str, config: dict, lengths: list[int], repeats: in
     kind, plan = KINDS[words[0]], {"fsdp_size": size} | ({"ep_size": size} if words[1] == "EP" else {})
     dispatch._used.clear()
     model = load(folder, kind, plan, "LoRA" in words)
-    row = make_row(kind, lengths, config["vocab_size"], device)
+    row = make_row(dist.get_rank(), lengths, config["vocab_size"], device, stock=ARMS[kind].model == "builtin")
     with torch.autocast(device, torch.bfloat16, enabled="LoRA" in words):
         loss = step(model, row)
         if cuda:
@@ -91,22 +78,13 @@ def main() -> int:
     )
     arms = [f"{kind}, {plan}{end}" for end in ("", ", LoRA") for plan in ("EP", "FSDP2") for kind in KINDS]
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms)
-    parser.add_argument("--layers", type=int, help="layers of the model, instead of its own number")
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens of each row")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="add the results to this JSON file")
+    add_options(parser)
     args = parser.parse_args()
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    prepare(args.device)
-    size = dist.get_world_size()
-    machine = f"{size} x {torch.cuda.get_device_name()}" if args.device == "cuda" else f"{size} processes on a CPU"
+    machine, command = start(args.device)
     report = earlier_report(args.output, machine, parser)
     config, lengths = with_layers(MODELS[args.model], args.layers), sample_lengths("lognormal", args.tokens)
-    run = {"command": f"torchrun --nproc_per_node {size} {shlex.join(sys.argv)}", "model": args.model}
-    run |= {"layers": config["num_hidden_layers"], "tokens": args.tokens, "arms": {}}
+    run = {"command": command, "model": args.model, "layers": config["num_hidden_layers"], "tokens": args.tokens}
+    run["arms"] = {}
     report["runs"].append(run)
     shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(shared)
