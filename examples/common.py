@@ -96,15 +96,13 @@ def tiny_checkpoint(experts: bool = False) -> str:
     """Save a tiny Qwen3.5, or a mixture of experts, with random weights and return its directory."""
     set_seed(0)
     tiny_tokenizer().save_pretrained(_directory.name)
-    sizes = {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-    }
-    mixture = Qwen3_5MoeForCausalLM, text_config(Qwen3_5MoeTextConfig, **sizes)
-    cls, config = mixture if experts else (Qwen3_5ForCausalLM, text_config())
-    cls(config).save_pretrained(_directory.name)
+    if experts:
+        widths = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+        config = text_config(Qwen3_5MoeTextConfig, num_experts=8, num_experts_per_tok=2, **widths)
+        model = Qwen3_5MoeForCausalLM(config)
+    else:
+        model = Qwen3_5ForCausalLM(text_config())
+    model.save_pretrained(_directory.name)
     return _directory.name
 
 
