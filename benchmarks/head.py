@@ -3,7 +3,11 @@
 `logps` gets a random gradient for each token. `logps+entropy` also returns entropies, without gradients for them, as TRL
 logs them. Memory is the peak above the weights, the hidden states and their targets.
 
+With `--teacher`, the divergence of the head from that of a larger model, forward (`beta` 0), reverse (1) and of their
+mixture, with entropies as TRL logs them: this package against the function of TRL's `DistillationTrainer`.
+
     python benchmarks/head.py --models 0.8B 4B --output benchmarks/results/head.json
+    python benchmarks/head.py --models 4B --teacher 9B --output benchmarks/results/head.json
 """
 
 import argparse
@@ -11,6 +15,7 @@ import json
 import shlex
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +23,10 @@ import torch
 from shapes import MODELS
 from step import earlier_report, seconds_of_steps
 
-from transformers_packed.ops import implementations_used, linear_cross_entropy, linear_logps
+from transformers_packed.ops import implementations_used, linear_cross_entropy, linear_divergence, linear_logps
+
+
+BETAS = (0.0, 0.5, 1.0)
 
 
 def measure(config: dict, trained: bool, args) -> dict:
@@ -38,8 +46,38 @@ def measure(config: dict, trained: bool, args) -> dict:
         found = linear_logps(hidden, weight, targets, entropy=entropy)
         torch.autograd.grad(found[0] if entropy else found, leaves, upstream)
 
-    found = {}
     arms = {"cross_entropy": cross_entropy, "logps": logps, "logps+entropy": lambda: logps(True)}
+    if args.teacher:
+        arms = divergences(hidden, weight, leaves, options, args)
+    return timed(arms, args)
+
+
+def divergences(hidden, weight, leaves, options: dict, args) -> dict:
+    """The arms with a teacher. TRL first, which the others are compared with."""
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    config = MODELS[args.teacher]
+    teacher_weight = torch.randn(config["vocab_size"], config["hidden_size"], **options).mul_(0.02).bfloat16()
+    taught = torch.randn(args.tokens, config["hidden_size"], **options).bfloat16()
+    mask = torch.ones(args.tokens, dtype=torch.bool, device=args.device)
+
+    def trl(beta):
+        loss, *_ = _chunked_divergence_loss(hidden, taught, weight, teacher_weight, mask, beta, args.tokens)
+        torch.autograd.grad(loss, leaves)
+
+    def ours(beta):
+        kwargs = {"beta": beta, "num_items_in_batch": args.tokens, "return_entropies": True}
+        loss, _ = linear_divergence(hidden, weight, taught, teacher_weight, mask, **kwargs)
+        torch.autograd.grad(loss, leaves)
+
+    return {
+        f"{name} beta={beta:g}": partial(arm, beta) for beta in BETAS for name, arm in (("trl", trl), ("ours", ours))
+    }
+
+
+def timed(arms: dict, args) -> dict:
+    """Time each arm, and compare it with the first one, or with TRL's of the same divergence."""
+    found = {}
     for name, run in arms.items():
         for _ in range(3):
             run()
@@ -52,7 +90,9 @@ def measure(config: dict, trained: bool, args) -> dict:
         if args.device == "cuda":
             entry["peak_above_GiB"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
         entry["median_ms"] = round(1000 * statistics.median(seconds), 2)
-        entry["over_cross_entropy"] = round(entry["median_ms"] / found.get("cross_entropy", entry)["median_ms"], 3)
+        base = name.replace("ours", "trl") if args.teacher else "cross_entropy"
+        ratio = f"over_{base.split()[0]}"
+        entry[ratio] = round(entry["median_ms"] / found.get(base, entry)["median_ms"], 3)
         found[name] = entry
     return found
 
@@ -60,6 +100,9 @@ def measure(config: dict, trained: bool, args) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["0.8B", "4B"])
+    parser.add_argument(
+        "--teacher", choices=MODELS, help="the divergence from the head of this model, in place of the rest"
+    )
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -70,6 +113,7 @@ def main() -> int:
     for model in args.models:
         for trained in (False, True):
             run = {"command": shlex.join(["python", *sys.argv]), "model": model, "tokens": args.tokens}
+            run |= {"teacher": args.teacher} if args.teacher else {}
             run |= {"trained": trained, "arms": measure(MODELS[model], trained, args)}
             report["runs"].append(run | {"implementations": implementations_used()})
             for name, entry in run["arms"].items():

@@ -7,17 +7,23 @@ of `--pairs` pairs are lognormal with mean 300 and sigma 0.8, from 8 to 2,048 to
 `grpo` is the learning step of groups of 8 answers of 512 tokens on a prompt of 1,024: the log-probabilities through TRL's
 own head, a clipped policy gradient, backward and optimizer. No batch of it has padding.
 
+`distillation` is the learning step of TRL's `DistillationTrainer` after the student has answered: student and teacher on
+`--prompts` prompts of 512 tokens with answers like those of `dpo`, up to 1,024 tokens, the reverse divergence, backward and
+optimizer.
+
 Arms: `trl` is the stock class, with flash-linear-attention and the convolution of arms.py; `ours` is the same trainer or
 model after `configure_packing` or `patch_model`, and `ours+shared` shares prompts.
 
     python benchmarks/preference.py --task dpo --models 4B --output benchmarks/results/preference.json
     python benchmarks/preference.py --task grpo --models 0.8B --groups 4 --output benchmarks/results/preference.json
     python benchmarks/preference.py --task grpo --models 4B --groups 1 --lora --output benchmarks/results/preference.json
+    python benchmarks/preference.py --task distillation --models 4B --teacher 9B --lora --checkpointing
 """
 
 import argparse
 import gc
 import json
+import math
 import random
 import shlex
 import statistics
@@ -154,9 +160,56 @@ def grpo_step(arm: str, config: dict, args):
     return run, ids.numel(), ids.numel()
 
 
+def distillation_step(arm: str, config: dict, args):
+    """Return a function that runs a step and returns the loss, and the numbers of real and padded tokens."""
+    from datasets import Dataset
+    from trl import DistillationConfig, DistillationTrainer
+
+    models = [make_model(x, "padded", args.device) for x in (config, MODELS[args.teacher])]
+    options = {"bf16": args.device == "cuda", "use_cpu": args.device != "cuda", "report_to": "none"}
+    trainer = DistillationTrainer(
+        models[0],
+        models[1].bfloat16(),
+        args=DistillationConfig(tempfile.mkdtemp(), gradient_checkpointing=args.checkpointing, **options),
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * 16),
+        processing_class=make_tokenizer(),
+        peft_config=lora_config() if args.lora else None,
+    )
+    if arm != "trl":
+        configure_packing(trainer, "padding_free", share_prompts=arm == "ours+shared")
+    draw, vocab, prompt = random.Random(0), config["vocab_size"], args.prompt or 512
+    mean, sigma = args.answer or 300, 0.8
+    lengths = [round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)) for _ in range(args.prompts)]
+    lengths = torch.tensor([min(max(length, 8), 1024) for length in lengths], device=args.device)
+    mask = (torch.arange(int(lengths.max()), device=args.device) < lengths[:, None]).long()
+    generator = torch.Generator(args.device).manual_seed(0)
+    ids = torch.randint(1, vocab, (args.prompts, prompt + mask.shape[1]), generator=generator, device=args.device)
+    batch = {"prompt_ids": ids[:, :prompt], "prompt_mask": torch.ones_like(ids[:, :prompt])}
+    batch |= {"completion_ids": ids[:, prompt:] * mask, "completion_mask": mask}
+    batch["num_items_in_batch"] = mask.sum()
+    if args.checkpointing:
+        trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+    model = trainer.accelerator.prepare_model(trainer.model)
+    optimizer = optimizer_of(model)
+    model.train()
+
+    def run():
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, dict(batch))
+        trainer.accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return run, int(mask.sum()) + args.prompts * prompt, ids.numel()
+
+
+STEPS = {"dpo": dpo_step, "grpo": grpo_step, "distillation": distillation_step}
+
+
 def run_arm(arm: str, config: dict, args) -> dict:
     start = time.perf_counter()
-    run, real, padded = (dpo_step if args.task == "dpo" else grpo_step)(arm, config, args)
+    run, real, padded = STEPS[args.task](arm, config, args)
     first = float(run())
     if args.device == "cuda":
         torch.cuda.synchronize()
@@ -177,15 +230,17 @@ def run_arm(arm: str, config: dict, args) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=("dpo", "grpo"), required=True)
+    parser.add_argument("--task", choices=STEPS, required=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["0.8B"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--pairs", type=int, default=16, help="pairs of a DPO step")
     parser.add_argument("--groups", type=int, default=4, help="groups of a GRPO step")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of a step of distillation")
+    parser.add_argument("--teacher", choices=MODELS, default="9B", help="teacher of the distillation")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt, instead of 512 or 1,024")
     parser.add_argument("--answer", type=int, help="mean tokens of an answer, instead of 300 or 512")
-    parser.add_argument("--lora", action="store_true", help="LoRA in the GRPO step too")
-    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing in the GRPO step too")
+    parser.add_argument("--lora", action="store_true", help="LoRA in the other steps too")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing in the other steps too")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of an arm")
     parser.add_argument("--profile", action="store_true", help=f"kernel time by group ({', '.join(GROUPS)})")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -195,7 +250,11 @@ def main() -> int:
     machine = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     report = earlier_report(args.output, machine, parser)
     for model in args.models:
-        sizes = {"pairs": args.pairs} if args.task == "dpo" else {"groups": args.groups}
+        sizes = {
+            "dpo": {"pairs": args.pairs},
+            "grpo": {"groups": args.groups},
+            "distillation": {"prompts": args.prompts, "teacher": args.teacher},
+        }[args.task]
         run = {"command": shlex.join(["python", *sys.argv]), "task": args.task, "model": model, **sizes}
         run |= {"lora": args.lora or args.task == "dpo", "checkpointing": args.checkpointing or args.task == "dpo"}
         run["arms"] = {}

@@ -27,8 +27,8 @@ UNPAIRED = [
 PROMPTS = [{"prompt": "q" * i} for i in range(1, 9)]
 
 
-def build_model(arm: str, vocab_size: int):
-    set_seed(0)
+def build_model(arm: str, vocab_size: int, seed: int = 0):
+    set_seed(seed)
     config = CONFIGS["qwen3_5"]()
     config.vocab_size = vocab_size
     if arm == "padded":
@@ -47,7 +47,12 @@ def preference_trainer(kind, directory, model=None, samples=None, peft_config=No
     model = build_model("padded", len(tokenizer)) if model is None else model
     options = {"processing_class": tokenizer, "peft_config": peft_config}
     common = {**SGD, "per_device_train_batch_size": 4}
-    if kind in ("grpo", "rloo"):
+    if kind == "distillation":
+        options["teacher_model"] = build_model("padded", len(tokenizer), seed=1)
+        # Fresh models are nearly the same, and what an update is made of is then rounding.
+        options["teacher_model"].lm_head.weight.data.mul_(100)
+        common |= {"max_completion_length": 8}
+    elif kind in ("grpo", "rloo"):
         options["reward_funcs"] = reward
         if rollout_func is not None:
             options["rollout_func"] = rollout_func
@@ -59,6 +64,7 @@ def preference_trainer(kind, directory, model=None, samples=None, peft_config=No
         "kto": (trl.KTOTrainer, trl.KTOConfig, UNPAIRED),
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig, PROMPTS),
         "rloo": (trl.RLOOTrainer, trl.RLOOConfig, PROMPTS),
+        "distillation": (trl.DistillationTrainer, trl.DistillationConfig, PROMPTS),
     }[kind]
     samples = some if samples is None else samples
     if arguments.get("eval_strategy"):

@@ -2,6 +2,7 @@
 
 import unittest
 from importlib.util import find_spec
+from types import FunctionType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -10,10 +11,12 @@ from mixins.patch import builtin_model
 from parameterized import parameterized
 
 from transformers_packed import patch_model, unpatch_model
-from transformers_packed.ops import linear_logps
+from transformers_packed.models.trl_head import distills_with_our_products
+from transformers_packed.ops import linear_divergence, linear_logps
 
 
 if find_spec("trl"):
+    from trl.trainer import distillation_trainer
     from trl.trainer import utils as trl_utils
 
 OUTPUTS = ("log_probs", "entropy", "is_top1")
@@ -124,3 +127,43 @@ class TRLHeadTest(unittest.TestCase):
             with self.assertRaisesRegex(RuntimeError, "scored by TRL"):
                 score(model, "sum")
             self.assertIs(trl_utils._ChunkedLogProbFunction, Theirs)
+
+
+@unittest.skipUnless(find_spec("trl"), "needs trl")
+class TRLDivergenceTest(unittest.TestCase):
+    """The loss of TRL's trainer of distillation, with our products in place of its own."""
+
+    def compare(self, dtype=torch.float32, teacher_dtype=torch.float32, **options):
+        """Compare both in the loss, what is logged and the gradients. Returns how often our op ran."""
+        theirs = FunctionType((lambda *x, **y: _chunked_divergence_loss(*x, **y)).__code__, vars(distillation_trainer))  # noqa: F821
+        loss = distills_with_our_products(SimpleNamespace(_compute_loss=theirs))["_compute_loss"]
+        generator = torch.Generator().manual_seed(0)
+        shapes = (2, 7, 8), (2, 7, 12), (37, 8), (37, 12)
+        made = [torch.randn(shape, generator=generator) for shape in shapes]
+        mask = torch.tensor([[1, 1, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0]])
+        found = []
+        with mock.patch("transformers_packed.ops.linear_divergence", wraps=linear_divergence) as ours:
+            for function in (theirs, loss):
+                dtypes = dtype, teacher_dtype, dtype, torch.float32
+                leaves = [x.to(kind).requires_grad_() for x, kind in zip(made, dtypes, strict=True)]
+                output = function(*leaves, mask, 0.3, **options)
+                found.append([*output, *torch.autograd.grad(2 * output[0], (leaves[0], leaves[2]))])
+        for want, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, want)
+        return ours.call_count
+
+    @parameterized.expand(
+        [
+            ("plain", {}),
+            ("items", {"num_items_in_batch": torch.tensor(0.5), "temperature": 2.0}),
+            ("granite", {"student_logit_scale": 0.5, "teacher_final_logit_softcapping": 3.0}),
+        ]
+    )
+    def test_loss_and_gradients(self, _, options):
+        self.assertEqual(self.compare(**options), 1)
+
+    def test_another_dtype_is_left_to_trl(self):
+        self.assertEqual(self.compare(teacher_dtype=torch.bfloat16), 0)
+
+    def test_another_release_is_left_to_trl(self):
+        self.assertEqual(distills_with_our_products(SimpleNamespace(_compute_loss=self.compare)), {})

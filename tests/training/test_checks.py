@@ -8,7 +8,6 @@ import peft
 import pytest
 import torch
 import transformers
-import trl
 from accelerate.state import AcceleratorState
 from common.families import tiny_model
 from datasets import Dataset
@@ -19,7 +18,7 @@ from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import CONFIGS, Samples
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
-from trl import GRPOTrainer, RewardTrainer
+from trl import RewardTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import identity
 
@@ -99,7 +98,6 @@ class ReasonsTest(ConfigureTestCase):
     @parameterized.expand(
         [
             # What the class brings.
-            (getattr(trl, "DistillationTrainer", GRPOTrainer), identity, True),
             (RewardTrainer, DataCollatorForPreference(0), True),
             (type("LibraryTrainer", (Trainer,), {"__module__": "library.trainers"}), library_collate, True),
             # What the user has passed.

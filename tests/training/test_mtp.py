@@ -271,7 +271,7 @@ class RefusedTest(ConfigureTestCase):
             self.refused(words, trainer)
 
     def test_preferences(self):
-        self.refused("rejected answers", preference_trainer("dpo", self.directory, make_model()))
+        self.refused("which the model does not compute", preference_trainer("dpo", self.directory, make_model()))
 
     def test_a_configuration_without_a_head(self):
         trainer = self.trainer()

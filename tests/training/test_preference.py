@@ -119,6 +119,15 @@ class EqualityTest(PreferenceTestCase):
             self.check("grpo", rollout_func=branching_rollouts, lora=True, beta=0.1, **arguments)
         self.assertEqual(max(len(paths_of(call.args[1])) for call in rows.call_args_list), 4)
 
+    @parameterized.expand(
+        [
+            ("reverse", {}),
+            ("mixture_lora", {"beta": 0.4, "temperature": 0.8, "lora": True, "gradient_accumulation_steps": 2}),
+        ]
+    )
+    def test_distillation(self, _, arguments):
+        self.check("distillation", learning_rate=0.05, **arguments)
+
     def test_rloo(self):
         self.check("rloo", learning_rate=0.01, beta=0.05, reference=True)
 

@@ -30,6 +30,7 @@ from transformers_packed import (
     verify_packing,
 )
 from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.models.padding import PaddedBatch
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.registry import has_our_classes
 from transformers_packed.ops import gated_delta_rule, prompts
@@ -162,6 +163,19 @@ class FindsTest(VerifyTestCase):
         with mock.patch("transformers_packed.models.padding.PaddedBatch.unpack", _unpack_elsewhere):
             output, _ = said(trainer.train)
         self.assertRegex(output, "Packing off, training is unchanged: expected (no gradient|log-probabilities)")
+
+    def test_a_teacher_that_leaks(self):
+        """The student keeps documents apart, and the loss alone shows that its teacher does not."""
+        trainer = preference_trainer("distillation", self.directory, max_steps=1)
+        said(configure_packing, trainer)
+        unpack = PaddedBatch.unpack
+
+        def leak(batch, tokens):
+            return (unpack if torch.is_grad_enabled() else _unpack_elsewhere)(batch, tokens)
+
+        with mock.patch("transformers_packed.models.padding.PaddedBatch.unpack", leak):
+            output, _ = said(trainer.train)
+        self.assertRegex(output, "Packing off, training is unchanged: expected the loss")
 
 
 def _unpack_elsewhere(batch, tokens):
@@ -340,7 +354,7 @@ class DPOTests(VerifyTestCase):
         pairs = [{"prompt": "q" * (i + 70), "chosen": "yes" * (i % 4 + 1), "rejected": "no" * i} for i in range(1, 9)]
         return preference_trainer("dpo", directory, samples=pairs, per_device_train_batch_size=2, max_steps=1)
 
-    @parameterized.expand([("dpo", True), ("kto", True), ("grpo", False)])
+    @parameterized.expand([("dpo", True), ("kto", True), ("grpo", False), ("distillation", True)])
     def test_preferences(self, kind, share):
         make = self.dpo if kind == "dpo" else partial(preference_trainer, kind, max_steps=1)
         trainer = make(directory=self.directory)

@@ -387,3 +387,19 @@ def takes_known_arguments(scores: Any) -> bool:
     """Whether TRL's function that scores tokens is one that `trl_head.py` can take the place of."""
     forward = getattr(scores, "forward", None)
     return callable(forward) and list(inspect.signature(forward).parameters) == _SCORES_ARGUMENTS
+
+
+# The method of TRL's trainer of distillation that computes its loss, the function that it calls, and its arguments in
+# the releases that `trl_head.py` knows.
+TRL_LOSS, TRL_DIVERGENCE = "_compute_loss", "_chunked_divergence_loss"
+_DIVERGENCE_ARGUMENTS = [
+    *("student_hidden_states", "teacher_hidden_states", "student_lm_head_weight", "teacher_lm_head_weight"),
+    *("completion_mask", "beta", "num_items_in_batch", "student_lm_head_bias", "teacher_lm_head_bias"),
+    *("student_logit_scale", "teacher_logit_scale", "student_final_logit_softcapping"),
+    *("teacher_final_logit_softcapping", "temperature"),
+]
+
+
+def is_known_divergence(function: Any) -> bool:
+    """Whether TRL's function of the divergence is one that `trl_head.py` can take the place of."""
+    return callable(function) and list(inspect.signature(function).parameters) == _DIVERGENCE_ARGUMENTS

@@ -1,21 +1,23 @@
-"""The `forward` that TRL's trainers set to score tokens without logits, with the products of this package.
+"""The heads of TRL's trainers, which score tokens and compare models without logits, with the products of this package.
 
-TRL's head folds tiles of logits into the scores of their tokens and computes all logits again in backward. In its place,
+TRL folds tiles of logits into the scores of their tokens and computes all logits again in backward. In its place,
 [`linear_logps`] keeps whole rows of logits for a moment, and does not compute them again where the forward can know the
-gradients: with a frozen head, and for the sum of the log-probabilities, which is the loss of `SFTTrainer`.
+gradients: with a frozen head, and for the sum of the log-probabilities, which is the loss of `SFTTrainer`. The same holds
+for the divergence from a teacher and [`linear_divergence`], whose forward always knows the gradients.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
+from inspect import signature
 from threading import RLock
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from ..foreign import swapped
-from .releases import TRL_SCORES, is_trl_forward, takes_known_arguments
+from .releases import TRL_DIVERGENCE, TRL_LOSS, TRL_SCORES, is_known_divergence, is_trl_forward, takes_known_arguments
 
 
 # In the order of TRL's results. The head of this package computes those that it names.
@@ -93,3 +95,54 @@ def _is_plain(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     same = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
     return same and not torch.compiler.is_compiling()
+
+
+def distills_with_our_products(trainer: Any) -> dict[str, Callable]:
+    """Return the method of TRL's trainer of distillation with the loss, which then calls [`linear_divergence`].
+
+    There is none if this release, or a class of the user, computes its loss in another way.
+    """
+    theirs = getattr(trainer, TRL_LOSS)
+    names = getattr(theirs, "__globals__", {})
+    if not is_known_divergence(names.get(TRL_DIVERGENCE)):
+        return {}
+
+    @wraps(theirs)
+    def loss(*args, **kwargs):
+        with _LOCK, swapped(names, **{TRL_DIVERGENCE: partial(_divergence, names[TRL_DIVERGENCE])}):
+            return theirs(*args, **kwargs)
+
+    return {TRL_LOSS: loss}
+
+
+def _divergence(theirs: Callable, *args: Any, **kwargs: Any) -> Any:
+    """What TRL calls in place of its function: the loss, the sum of the student's entropies, and the number of targets."""
+    given = signature(theirs).bind(*args, **kwargs)
+    given.apply_defaults()
+    x = SimpleNamespace(**given.arguments)
+    student = x.student_hidden_states, x.student_lm_head_weight
+    teacher = x.teacher_hidden_states, x.teacher_lm_head_weight
+    if not (_is_plain(*student) and _is_plain(*teacher)):
+        return theirs(*args, **kwargs)
+    # The ops import the compiler of torch.
+    from ..ops import linear_divergence
+
+    is_target = x.completion_mask != 0
+    number = is_target.sum()
+    loss, entropies = linear_divergence(
+        *student,
+        *teacher,
+        is_target,
+        x.student_lm_head_bias,
+        x.teacher_lm_head_bias,
+        beta=x.beta,
+        temperature=x.temperature,
+        logit_scale=x.student_logit_scale,
+        teacher_logit_scale=x.teacher_logit_scale,
+        softcap=x.student_final_logit_softcapping,
+        teacher_softcap=x.teacher_final_logit_softcapping,
+        # The loss of a mask without targets is 0.
+        num_items_in_batch=number.clamp(min=1) if x.num_items_in_batch is None else x.num_items_in_batch,
+        return_entropies=True,
+    )
+    return loss, entropies.sum(), number

@@ -19,6 +19,7 @@ from .gated_delta_rule import torch_chunk_gated_delta_rule as torch_chunk_gated_
 from .gated_delta_rule import torch_recurrent_gated_delta_rule as torch_recurrent_gated_delta_rule
 from .glu import glu as glu
 from .kimi_delta_rule import kimi_delta_rule as kimi_delta_rule
+from .linear_divergence import linear_divergence as linear_divergence
 from .logps import linear_logps as linear_logps
 from .moe import choose_experts as choose_experts
 from .moe import experts as experts

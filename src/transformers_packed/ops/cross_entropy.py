@@ -178,7 +178,7 @@ def _reference(
     labels = labels.to(logits.device)
     if num_targets is not None:
         # The check is in the choice of places.
-        labels.index_select(0, _places(labels != ignore_index, num_targets))
+        labels.index_select(0, places(labels != ignore_index, num_targets))
     options = {"ignore_index": ignore_index, "reduction": "none", "label_smoothing": label_smoothing}
     losses = F.cross_entropy(logits, labels, **options)
     total = (losses if token_weights is None else losses * token_weights.to(losses)).sum()
@@ -201,7 +201,7 @@ def _chunked(
     token_weights, return_losses, chunk_size,
 ):  # fmt: skip
     length = len(labels)
-    kept = _places(labels != ignore_index, num_targets).to(hidden_states.device)
+    kept = places(labels != ignore_index, num_targets).to(hidden_states.device)
     labels = labels.to(hidden_states.device)
     if num_targets is not None or len(kept) < len(labels):
         hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
@@ -216,7 +216,7 @@ def _chunked(
     return loss, losses.new_zeros(length).index_copy_(0, kept, losses) if return_losses else None
 
 
-def _places(mask: torch.Tensor, number: int | None) -> torch.Tensor:
+def places(mask: torch.Tensor, number: int | None) -> torch.Tensor:
     """Return where a mask `[T]` is `True`. No host sync if the number of these places is known."""
     if number is None:
         return mask.nonzero().flatten()

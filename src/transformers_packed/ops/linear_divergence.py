@@ -7,21 +7,33 @@ Jensen-Shannon divergence is `beta * KL(p || m) + (1 - beta) * KL(q || m)` of th
 
 The gradient with respect to a student's logit over `temperature` is `(1 - beta) * q * (log(q / m) - KL(q || m))`, and at the
 ends `q - p` and `q * (log(q / p) - KL(q || p))`. As in [`linear_cross_entropy`], the forward computes the gradients of
-hidden states and weight chunk by chunk, and the backward scales them. Memory holds one chunk of both logits.
+hidden states and weight chunk by chunk, and the backward scales them.
+
+Logits are in float32, because a divergence is made of differences between nearly equal logits. Rounded to bfloat16, a logit
+of 20 is off by up to 0.06, as much as a student and its teacher often differ. The logits of a quarter of a chunk exist at
+a time, and the gradient of a chunk in the dtype of the head, so that the gradient of the weight is read and written once
+per chunk. For a vocabulary of 248,320 words, that takes 0.95 GiB in bfloat16.
 
 The cost is that of the cross entropy, and another product of `tokens x hidden x vocabulary` for the teacher, which gets no
-gradient. Finding the targets costs one host sync.
+gradient. Dropping tokens requires the number of targets on the host, which costs one host sync unless it is passed.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ..errors import input_error, shapes
-from .autograd import autocast_dtype, first_order, retains_graph
-from .cross_entropy import FROZEN_CHUNK_SIZE, HeadGradients, torch_scaled
+from .autograd import compute_dtype, first_order, retains_graph
+from .backends import triton
+from .cross_entropy import HeadGradients, add_product, places, torch_scaled
+from .dispatch import Implementation, run
 from .norm import widened
+
+
+# Tokens per chunk. The logits of a quarter of them exist at a time.
+CHUNK_SIZE = 1024
 
 
 def linear_divergence(
@@ -35,9 +47,16 @@ def linear_divergence(
     *,
     beta: float = 0.5,
     temperature: float = 1.0,
-    num_items_in_batch: int | torch.Tensor | None = None,
-    chunk_size: int = FROZEN_CHUNK_SIZE,
-) -> torch.Tensor:
+    logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    num_items_in_batch: int | float | torch.Tensor | None = None,
+    num_targets: int | None = None,
+    return_entropies: bool = False,
+    chunk_size: int = CHUNK_SIZE,
+    impl: str = "auto",
+) -> Any:
     """Compute the generalized Jensen-Shannon divergence of a student from a teacher in chunks of tokens.
 
     Args:
@@ -57,24 +76,37 @@ def linear_divergence(
             Share of the teacher in the mixture. 0 is the forward divergence, 1 the reverse one.
         temperature (`float`, *optional*, defaults to 1.0):
             Divisor of all logits. The loss is not multiplied by its square.
-        num_items_in_batch (`int` or 0-dimensional `torch.Tensor`, *optional*):
+        logit_scale (`float`, *optional*, defaults to 1.0), teacher_logit_scale (`float`, *optional*, defaults to 1.0):
+            Factors of the logits, before anything else.
+        softcap (`float`, *optional*), teacher_softcap (`float`, *optional*):
+            Bounds of the logits, which become `softcap * tanh(logits / softcap)` before the temperature.
+        num_items_in_batch (`int`, `float` or 0-dimensional `torch.Tensor`, *optional*):
             Divisor of the sum over the targets. Defaults to their number.
-        chunk_size (`int`, *optional*, defaults to 1536):
-            Number of tokens per chunk of logits.
+        num_targets (`int`, *optional*):
+            Number of targets, which saves the host sync. Another number than that of `is_target` is an error, which a
+            GPU reports as a failed assertion.
+        return_entropies (`bool`, *optional*, defaults to `False`):
+            Also return the entropy of the student's distribution at each token, without a gradient.
+        chunk_size (`int`, *optional*, defaults to 1024):
+            Number of tokens per chunk of gradients, and four times that of logits.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (chunks, with a kernel for the distributions), `"torch"` (chunks), or `"reference"` (all
+            logits at once).
 
     Returns:
         `torch.Tensor`: the loss in nats, a float32 scalar, or float64 for float64. Without any target, it is 0 if
-            `num_items_in_batch` is passed, and otherwise NaN.
+            `num_items_in_batch` is passed, and otherwise NaN. With `return_entropies`, a tuple of it and of the
+            entropies in nats, of the same dtype `[...]`, 0 where a token does not count.
 
     Raises:
-        `ValueError`: the shapes do not match, or `beta`, `temperature` or `chunk_size` is out of its range. The backward
-            with `create_graph=True`.
+        `ValueError`: the shapes do not match, a number is out of its range, or `impl` does not support the call. The
+            backward with `create_graph=True` raises it for any `impl` except `"reference"`.
 
     Example:
 
     ```python
     >>> import torch
-    >>> from transformers_packed.ops.linear_divergence import linear_divergence
+    >>> from transformers_packed.ops import linear_divergence
     >>> student, teacher, targets = torch.randn(5, 8), torch.randn(5, 16), torch.ones(5, dtype=torch.bool)
     >>> weights = torch.randn(11, 8), torch.randn(11, 16)
     >>> loss = linear_divergence(student, weights[0], teacher, weights[1], targets, beta=0)
@@ -85,60 +117,177 @@ def linear_divergence(
     ```
     """
     shape, vocab = is_target.shape, weight.shape[0]
-    for states, matrix in ((hidden_states, weight), (teacher_hidden_states, teacher_weight)):
-        if states.shape != (*shape, matrix.shape[-1]) or matrix.ndim != 2 or len(matrix) != vocab:
-            expected = f"hidden states {[*shape]} + [hidden], and weights [{vocab}, hidden] of one vocabulary"
-            raise input_error(expected, shapes(states, matrix))
-    if not 0 <= beta <= 1 or temperature <= 0 or chunk_size < 1:
-        got = f"{beta}, {temperature} and {chunk_size}"
-        raise input_error("beta from 0 to 1, temperature above 0 and chunk_size of 1 or more", got)
-    kept = is_target.flatten().nonzero()[:, 0].to(hidden_states.device)
-    rows, teacher_rows = (x.flatten(0, -2).index_select(0, kept) for x in (hidden_states, teacher_hidden_states))
-    items = (len(kept) or math.nan) if num_items_in_batch is None else num_items_in_batch
-    teacher = teacher_rows.detach(), teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach()
-    options = beta, temperature, chunk_size, torch.is_grad_enabled()
-    total = _LinearDivergence.apply(rows, weight, bias, teacher, options)
-    return total / torch.as_tensor(items, device=total.device).clamp(min=1)
+    for states, matrix, added in (
+        (hidden_states, weight, bias),
+        (teacher_hidden_states, teacher_weight, teacher_bias),
+    ):
+        fits = matrix.ndim == 2 and states.shape == (*shape, matrix.shape[-1]) and len(matrix) == vocab
+        if not fits or (added is not None and added.shape != (vocab,)):
+            expected = (
+                f"hidden states {[*shape]} + [hidden], and weights [{vocab}, hidden] and biases of one vocabulary"
+            )
+            raise input_error(expected, shapes(states, matrix, added))
+    positive = {"temperature": temperature, "softcap": softcap, "teacher_softcap": teacher_softcap}
+    wrong = [f"{name}={x}" for name, x in positive.items() if x is not None and not 0 < x < math.inf]
+    if not 0 <= beta <= 1 or chunk_size < 1 or wrong:
+        got = ", ".join([f"beta={beta}", f"chunk_size={chunk_size}", *wrong])
+        raise input_error("beta from 0 to 1, chunk_size of 1 or more, and temperature and caps above 0", got)
+    kept = places(is_target.flatten(), num_targets).to(hidden_states.device)
+    # The teacher gets no gradient.
+    taught = teacher_hidden_states.detach(), teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach()
+    everywhere = len(kept) == is_target.numel()
+    student, teacher = (
+        _Head(_rows(x, None if everywhere else kept), w, b, *_shape_of_logits(scale, cap, temperature))
+        for x, w, b, scale, cap in (
+            (hidden_states, weight, bias, logit_scale, softcap),
+            (*taught, teacher_logit_scale, teacher_softcap),
+        )
+    )
+    call = student, teacher, float(beta), chunk_size
+    total, entropies = run("linear_divergence", impl, IMPLEMENTATIONS, student.hidden_states, *call)
+    if num_items_in_batch is None:
+        num_items_in_batch = len(kept) or math.nan
+    elif not len(kept):
+        num_items_in_batch = math.inf
+    loss = total / torch.as_tensor(num_items_in_batch, device=total.device)
+    if not return_entropies:
+        return loss
+    return loss, entropies.new_zeros(is_target.numel()).index_copy_(0, kept, entropies).view(shape)
+
+
+class _Head(NamedTuple):
+    """A head with its input `[T, hidden]`. Its logits are `cap * tanh(product * scale)`, or without a cap (0) the product
+    times `scale`.
+    """
+
+    hidden_states: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    scale: float
+    cap: float
+
+    def product(self, rows: slice) -> torch.Tensor:
+        """The logits of some rows before their scale `[C, V]`, in at least float32."""
+        found = add_product(None, self.hidden_states[rows], self.weight.t())
+        return found if self.bias is None else found.add_(self.bias)
+
+    def logits(self, products: torch.Tensor) -> torch.Tensor:
+        scaled = products * self.scale
+        return self.cap * scaled.tanh() if self.cap else scaled
+
+    def derivative(self, products: torch.Tensor) -> torch.Tensor | float:
+        """The derivative of each logit with respect to its product."""
+        return self.cap * self.scale * (1 - (products * self.scale).tanh().square()) if self.cap else self.scale
+
+    def in_dtype(self, dtype: torch.dtype) -> "_Head":
+        return self._replace(hidden_states=self.hidden_states.to(dtype), weight=self.weight.to(dtype))
+
+
+def _rows(x: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    return x.flatten(0, -2) if kept is None else x.flatten(0, -2).index_select(0, kept)
+
+
+def _shape_of_logits(scale: float, softcap: float | None, temperature: float) -> tuple[float, float]:
+    """The scale and the cap of a [`_Head`]."""
+    return (scale / temperature, 0.0) if softcap is None else (scale / softcap, softcap / temperature)
+
+
+def _reference(_, student: _Head, teacher: _Head, beta: float, chunk_size: int):
+    q, p = (
+        head.logits(widened(F.linear(head.hidden_states, head.weight, head.bias))).log_softmax(-1)
+        for head in (student, teacher)
+    )
+    losses, _ = _losses(q, p, beta)
+    return losses.sum(), torch.special.entr(q.detach().exp()).sum(-1)
+
+
+def _torch(_, *call):
+    return _chunked((_torch_step, torch_scaled), *call)
+
+
+def _triton(_, *call):
+    from .backends.triton.cross_entropy import scaled
+    from .backends.triton.linear_divergence import divergence
+
+    return _chunked((divergence, scaled), *call)
+
+
+def _chunked(steps, student: _Head, teacher: _Head, beta: float, chunk_size: int):
+    # Gradients are always disabled inside a forward, which has to know whether they are needed.
+    options = steps, beta, chunk_size, torch.is_grad_enabled()
+    return _LinearDivergence.apply(student.hidden_states, student.weight, student.bias, student, teacher, options)
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """The sum over all rows. The forward also computes its gradients."""
+    """The sum over all rows, and the entropies `[T]`. The forward also computes the gradients of the sum."""
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, bias, teacher, options):
-        beta, temperature, chunk_size, wanted = options
+    def forward(ctx, hidden_states, weight, bias, student, teacher, options):
+        (step, ctx.scaled), beta, chunk_size, wanted = options
         needed = [wanted and needed for needed in ctx.needs_input_grad[:3]]
-        dtype = autocast_dtype(hidden_states) or hidden_states.dtype
+        # Autocast would run the matrix products in low precision too.
+        dtype = compute_dtype(hidden_states)
         gradients = HeadGradients(needed, (hidden_states, weight, bias), dtype)
-        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-        total = widened(hidden_states.new_zeros(()))
-        for start in range(0, len(hidden_states), chunk_size):
-            rows = slice(start, start + chunk_size)
-            logits = F.linear(hidden_states[rows], weight, None if bias is None else bias.to(dtype))
-            losses, gradient = _divergence(logits, F.linear(teacher[0][rows], *teacher[1:]), beta, temperature)
-            total += losses.sum()
-            if any(needed):
-                gradients.add(rows, gradient.to(dtype), hidden_states[rows], weight)
+        student, teacher = student.in_dtype(dtype), teacher.in_dtype(compute_dtype(teacher.hidden_states))
+        length, part = len(hidden_states), -(-chunk_size // 4)
+        losses = hidden_states.new_empty(length, dtype=torch.promote_types(dtype, torch.float32))
+        entropies = torch.empty_like(losses)
+        buffer = hidden_states.new_empty(min(chunk_size, length), len(weight), dtype=dtype) if any(needed) else None
+        for start in range(0, length, chunk_size):
+            chunk = slice(start, min(start + chunk_size, length))
+            for at in range(chunk.start, chunk.stop, part):
+                rows = slice(at, min(at + part, chunk.stop))
+                gradient = None if buffer is None else buffer[at - start : rows.stop - start]
+                step(student, teacher, rows, beta, losses, entropies, gradient)
+            if buffer is not None:
+                gradients.add(chunk, buffer[: chunk.stop - start], student.hidden_states[chunk], student.weight)
         ctx.gradients = gradients
-        return total
+        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
+        return losses.sum(), entropies
 
     @staticmethod
-    @first_order("Compute the divergence from logits.")
-    def backward(ctx, d_total):
-        return *ctx.gradients.scaled(d_total, torch_scaled, retains_graph()), None, None
+    @first_order('Pass impl="reference" to the op. It supports gradients of any order.')
+    def backward(ctx, d_total, _):
+        return *ctx.gradients.scaled(d_total, ctx.scaled, retains_graph()), None, None, None
 
 
-def _divergence(
-    logits: torch.Tensor, teacher_logits: torch.Tensor, beta: float, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The divergence of each row `[C]`, and its gradient with respect to `logits` `[C, V]`, in at least float32."""
-    q, p = (F.log_softmax(widened(x) / temperature, dim=-1) for x in (logits, teacher_logits))
+def _torch_step(student: _Head, teacher: _Head, rows: slice, beta: float, losses, entropies, gradient) -> None:
+    """Write the losses and entropies of some rows `[C]`, and the gradient `[C, V]` of their summed loss if it is wanted."""
+    products = student.product(rows)
+    q, p = student.logits(products).log_softmax(-1), teacher.logits(teacher.product(rows)).log_softmax(-1)
+    losses[rows], m = _losses(q, p, beta)
+    entropies[rows] = torch.special.entr(q.exp()).sum(-1)
+    if gradient is None:
+        return
     if beta == 0:
-        losses, gradient = (p.exp() * (p - q)).sum(-1), q.exp() - p.exp()
+        by_logit = q.exp() - p.exp()
     else:
-        m = p if beta == 1 else torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))
-        share, own = 1 if beta == 1 else 1 - beta, (q.exp() * (q - m)).sum(-1)
-        losses, gradient = share * own, share * q.exp() * (q - m - own[:, None])
-        if beta < 1:
-            losses = losses + beta * (p.exp() * (p - m)).sum(-1)
-    return losses, gradient / temperature
+        terms = _terms(q, m)
+        by_logit = (1 if beta == 1 else 1 - beta) * (terms - q.exp() * terms.sum(-1, keepdim=True))
+    gradient.copy_(by_logit * student.derivative(products))
+
+
+def _losses(q: torch.Tensor, p: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The divergence of each row, of log-probabilities `[C, V]`, and the logarithm of what both are compared with."""
+    if beta == 0:
+        return _terms(p, q).sum(-1), q
+    if beta == 1:
+        return _terms(q, p).sum(-1), p
+    # The mixture of words that cannot be has no gradient.
+    impossible = torch.maximum(p, q) == -math.inf
+    one, other = (x.masked_fill(impossible, 0) for x in (p, q))
+    m = torch.logaddexp(one + math.log(beta), other + math.log1p(-beta))
+    return (beta * _terms(p, m) + (1 - beta) * _terms(q, m)).sum(-1), m
+
+
+def _terms(logps: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """The terms of a Kullback-Leibler divergence, 0 for words that cannot be."""
+    return logps.exp() * (logps - others).masked_fill(logps == -math.inf, 0)
+
+
+IMPLEMENTATIONS = {
+    "triton": Implementation(_triton, lambda hidden_states, *_, **__: triton.verify(hidden_states)),
+    "torch": Implementation(_torch),
+    "reference": Implementation(_reference),
+}

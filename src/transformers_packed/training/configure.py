@@ -66,8 +66,8 @@ def configure_packing(
     the padded batches of the Trainer's own collator, or of one that pads labels if that does not. Packed rows of an
     evaluation dataset become their documents.
 
-    TRL's `DPOTrainer`, `KTOTrainer`, `GRPOTrainer` and `RLOOTrainer` keep their padded batches, which the policy and the
-    reference model then run as packed rows. `packing=True` is not possible.
+    TRL's `DPOTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer` and `DistillationTrainer` keep their padded batches, which
+    the policy and the reference model or the teacher then run as packed rows. `packing=True` is not possible.
 
     `float8=True` is independent of the mode. Without packing, it patches the model as well, and the batches stay
     padded.

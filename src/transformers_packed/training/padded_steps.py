@@ -24,6 +24,8 @@ from .warm_up import make_row, only_loss
 SCORES = "log-probabilities"
 # Samples to choose from, and the most of a batch.
 _LOOKED_AT, _MOST = 16, 4
+# Tokens of a made prompt.
+_PROMPT = 8
 
 
 def real_batch(trainer: Trainer, loader: Any) -> Any:
@@ -42,16 +44,38 @@ def _size(sample: Any) -> int:
 
 
 def made_batch(trainer: Trainer, model: torch.nn.Module) -> dict[str, Any]:
-    """A batch without samples, for trainers whose batches only a generation makes."""
+    """A batch without samples, for trainers whose batches only a generation makes. Its first two rows begin alike."""
     row = make_row(model, [40, 24, 40, 32], PaddedSamples(), trainer.args.device)
-    return {name: row[name] for name in ("input_ids", "attention_mask")}
+    ids, mask = row["input_ids"].clone(), row["attention_mask"]
+    for tokens, length in zip(ids[2:], mask[2:].sum(1).tolist(), strict=True):
+        tokens[:length] = tokens[:length].flip(0)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def made_answers(trainer: Trainer, model: torch.nn.Module) -> dict[str, Any]:
+    """The same, and its tokens as prompts and answers, for trainers whose models answer."""
+    batch = made_batch(trainer, model)
+    parts = {"prompt": slice(_PROMPT), "completion": slice(_PROMPT, None)}
+    columns = {"ids": batch["input_ids"], "mask": batch["attention_mask"]}
+    return batch | {f"{part}_{name}": x[:, half] for part, half in parts.items() for name, x in columns.items()}
+
+
+def own_loss(trainer: Trainer, model: torch.nn.Module, batch: dict[str, Any]) -> Measured:
+    """The loss that the Trainer computes of a batch as it trains on it, and whether the gradients are finite."""
+    with trainer.compute_loss_context_manager():
+        loss = only_loss(trainer.compute_loss(model, batch))
+    trainer.accelerator.backward(loss)
+    return _shown(model, loss)
 
 
 def own_step(trainer: Trainer, model: torch.nn.Module, batch: Any) -> Measured:
     """The loss of the Trainer's own step, and whether the gradients are finite."""
     batch, items = items_of(trainer, batch)
-    loss = trainer.training_step(model, batch, items).detach()
-    shown = {LOSS: loss, "gradient of the weights": only_finite(largest_gradient(model))}
+    return _shown(model, trainer.training_step(model, batch, items))
+
+
+def _shown(model: torch.nn.Module, loss: torch.Tensor) -> Measured:
+    shown = {LOSS: loss.detach(), "gradient of the weights": only_finite(largest_gradient(model))}
     model.zero_grad()
     return shown
 

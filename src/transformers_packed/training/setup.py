@@ -153,6 +153,7 @@ def _of_batches(facts: Facts) -> Setup:
     line = "Padding-free on: the model computes only the real tokens of padded batches"
     line += f"{', and a prompt once for all of its answers' if shares else ''}; isolation by "
     changes = Change.of(trainer.args, packing=False, padding_free=True)
+    changes += Change.of(trainer, **facts.record.methods(trainer))
     callbacks = [*trainer.callback_handler.callbacks, WeightsCallback()]
     line += way_of_isolation(trainer)[0]
     return _setup(facts, "batches", line, prepare, changes, callbacks)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from ..models.trl_head import distills_with_our_products
 from .compare import Measured
-from .padded_steps import logged_scores, made_batch, own_step, token_scores
+from .padded_steps import logged_scores, made_answers, made_batch, own_loss, own_step, token_scores
 from .typed import Trainer
 
 
@@ -33,6 +34,8 @@ class TrainerRecord:
         batch (`Callable`, *optional*):
             Makes the batch of the check before the first step from the Trainer and its model. By default the check takes
             samples of its data loader.
+        methods (`Callable`, *optional*):
+            Returns the methods of the trainer that change, by name, where the model alone cannot say what is computed.
         measure (`Callable`):
             Returns what the check compares of a step on that batch, from the Trainer, its model and the batch.
     """
@@ -42,6 +45,7 @@ class TrainerRecord:
     prepares: bool = False
     scores_tokens: bool = False
     batch: Callable[[Trainer, torch.nn.Module], Any] | None = None
+    methods: Callable[[Trainer], dict[str, Callable]] = lambda _: {}
     measure: Callable[[Trainer, torch.nn.Module, Any], Measured] = own_step
 
     def models(self, trainer: Trainer) -> tuple[torch.nn.Module, ...]:
@@ -55,7 +59,10 @@ _SFT = TrainerRecord(("SFTTrainer",), prepares=True, scores_tokens=True)
 _PAIRS = TrainerRecord(("DPOTrainer", "KTOTrainer"), pads=True, measure=logged_scores)
 # Only a generation makes their batches.
 _GROUPS = TrainerRecord(("GRPOTrainer", "RLOOTrainer"), pads=True, batch=made_batch, measure=token_scores)
-RECORDS = _SFT, _PAIRS, _GROUPS
+_TEACHER = TrainerRecord(
+    ("DistillationTrainer",), pads=True, batch=made_answers, methods=distills_with_our_products, measure=own_loss
+)
+RECORDS = _SFT, _PAIRS, _GROUPS, _TEACHER
 _RULE = TrainerRecord()
 # Trainers whose rows belong together.
 PREFERENCE = tuple(name for record in RECORDS if record.pads for name in record.names)
