@@ -13,13 +13,14 @@ from .convolution import causal_conv1d_qkv as causal_conv1d_qkv
 from .convolution import torch_causal_conv1d as torch_causal_conv1d
 from .cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .dispatch import implementations_used as implementations_used
+from .divergence import linear_divergence as linear_divergence
+from .divergence import linear_topk_divergence as linear_topk_divergence
 from .gated_delta_rule import gated_delta_gates as gated_delta_gates
 from .gated_delta_rule import gated_delta_rule as gated_delta_rule
 from .gated_delta_rule import torch_chunk_gated_delta_rule as torch_chunk_gated_delta_rule
 from .gated_delta_rule import torch_recurrent_gated_delta_rule as torch_recurrent_gated_delta_rule
 from .glu import glu as glu
 from .kimi_delta_rule import kimi_delta_rule as kimi_delta_rule
-from .linear_divergence import linear_divergence as linear_divergence
 from .logps import linear_logps as linear_logps
 from .moe import choose_experts as choose_experts
 from .moe import experts as experts

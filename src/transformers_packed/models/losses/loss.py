@@ -13,7 +13,7 @@ import torch
 from ...boundaries import PACKING_KEYWORDS
 from ...errors import input_error
 from ...ops.cross_entropy import TargetCount, shift_labels
-from ...ops.linear_divergence import linear_divergence
+from ...ops.divergence import linear_divergence
 from ...parallel.shard import RowShard
 from ..inputs import kept_tokens
 from ..trunk_row import TrunkRow, fill_ends

@@ -126,7 +126,7 @@ def _divergence(
 def divergence(student, teacher, rows: slice, beta: float, losses, entropies, gradient) -> None:
     """Write the losses and entropies of some rows `[C]`, and the gradient `[C, V]` of their summed loss if it is wanted.
 
-    `student` and `teacher` are heads of `ops.linear_divergence`.
+    `student` and `teacher` are heads of `ops.divergence`.
     """
     _launch(
         student.product(rows), teacher.product(rows), student, teacher, beta, losses[rows], entropies[rows], gradient

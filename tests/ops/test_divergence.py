@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
-from transformers_packed.ops import linear_divergence
-from transformers_packed.ops.backends.triton import linear_divergence as kernel
+from transformers_packed.ops import linear_divergence, linear_topk_divergence
+from transformers_packed.ops.backends.triton import divergence as kernel
 
 
 BETAS = (0.0, 0.3, 1.0)
@@ -155,6 +155,67 @@ class DivergenceTest(unittest.TestCase):
         inputs, is_target = make()
         inputs[which] = inputs[which][:size]
         self.assertRaisesRegex(ValueError, "of one vocabulary, got", call, inputs, is_target)
+
+
+class TopWordsTest(unittest.TestCase):
+    """Some words of the teacher, and all others as one class."""
+
+    def inputs(self, count=4, tokens=7):
+        inputs, is_target = make(tokens=tokens)
+        logps, ids = (inputs[2] @ inputs[3].T).log_softmax(-1).topk(count)
+        return inputs, ids, logps, is_target
+
+    def by_hand(self, leaves, ids, logps, is_target, beta, temperature):
+        """The divergence of the two distributions over classes, from probabilities."""
+        total = 0
+        for row in is_target.nonzero()[:, 0].tolist():
+            q = ((leaves[0][row] @ leaves[1].T + leaves[2]) / temperature).softmax(-1)
+            words = ids[row][logps[row] > -torch.inf]
+            one, other = q[words], logps[row].exp()[logps[row] > -torch.inf]
+            one, other = (torch.cat([x, 1 - x.sum(0, keepdim=True)]) for x in (one, other))
+            p, m = other, beta * other + (1 - beta) * one
+            if beta in (0, 1):
+                total = total + (p * (p / one).log() if beta == 0 else one * (one / p).log()).sum()
+            else:
+                total = total + (beta * p * (p / m).log() + (1 - beta) * one * (one / m).log()).sum()
+        return total
+
+    @parameterized.expand(itertools.product(BETAS, ("torch", "reference")))
+    def test_definition(self, beta, impl):
+        inputs, ids, logps, is_target = self.inputs()
+        # A server may know fewer words of a token.
+        logps[is_target.nonzero()[0, 0], 2:] = -torch.inf
+        leaves = [inputs[i].requires_grad_() for i in (0, 1, 4)]
+        want = self.by_hand(leaves, ids, logps, is_target, beta, 0.7) / 4
+        got = linear_topk_divergence(
+            *leaves[:2], ids, logps, is_target, leaves[2], beta=beta, temperature=0.7, num_items_in_batch=4, impl=impl
+        )
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
+        gradients = (torch.autograd.grad(x, leaves) for x in (got, want))
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
+
+    @parameterized.expand(BETAS)
+    def test_all_words(self, beta):
+        """All words but one, and this one as the tail, are the whole divergence; with all, the tail is empty."""
+        for count, bar in ((10, 1e-10), (11, 1e-5)):
+            inputs, ids, logps, is_target = self.inputs(count)
+            want = linear_divergence(*inputs[:4], is_target, beta=beta)
+            got = linear_topk_divergence(*inputs[:2], ids, logps, is_target, beta=beta)
+            torch.testing.assert_close(got, want, rtol=bar, atol=0)
+
+    def test_refused_and_empty(self):
+        inputs, ids, logps, is_target = self.inputs()
+        for words, some in (
+            ("K", (ids[:, :3], logps)),
+            ("K", (ids[:, :0], logps[:, :0])),
+            ("K", (ids[:3], logps[:3])),
+        ):
+            self.assertRaisesRegex(ValueError, words, linear_topk_divergence, *inputs[:2], *some, is_target)
+        self.assertRaisesRegex(ValueError, "beta", linear_topk_divergence, *inputs[:2], ids, logps, is_target, beta=-1)
+        none = torch.zeros_like(is_target)
+        self.assertTrue(linear_topk_divergence(*inputs[:2], ids, logps, none).isnan())
+        self.assertEqual(linear_topk_divergence(*inputs[:2], ids, logps, none, num_items_in_batch=3), 0)
 
 
 class TritonTest(InterpretedKernelsTest):

@@ -16,6 +16,9 @@ per chunk. For a vocabulary of 248,320 words, that takes 0.95 GiB in bfloat16.
 
 The cost is that of the cross entropy, and another product of `tokens x hidden x vocabulary` for the teacher, which gets no
 gradient. Dropping tokens requires the number of targets on the host, which costs one host sync unless it is passed.
+
+A server returns the log-probabilities of the teacher's likeliest words alone. [`linear_topk_divergence`] takes all others
+as one class, the tail, and gets the student's log-probabilities of these words from [`linear_logps`].
 """
 
 import math
@@ -29,6 +32,7 @@ from .autograd import compute_dtype, first_order, retains_graph
 from .backends import triton
 from .cross_entropy import HeadGradients, add_product, places, torch_scaled
 from .dispatch import Implementation, run
+from .logps import linear_logps
 from .norm import widened
 
 
@@ -128,13 +132,14 @@ def linear_divergence(
             )
             raise input_error(expected, shapes(states, matrix, added))
     positive = {"temperature": temperature, "softcap": softcap, "teacher_softcap": teacher_softcap}
-    wrong = [f"{name}={x}" for name, x in positive.items() if x is not None and not 0 < x < math.inf]
-    if not 0 <= beta <= 1 or chunk_size < 1 or wrong:
-        got = ", ".join([f"beta={beta}", f"chunk_size={chunk_size}", *wrong])
-        raise input_error("beta from 0 to 1, chunk_size of 1 or more, and temperature and caps above 0", got)
+    _check_numbers(beta, positive, chunk_size)
     kept = places(is_target.flatten(), num_targets).to(hidden_states.device)
     # The teacher gets no gradient.
-    taught = teacher_hidden_states.detach(), teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach()
+    taught = (
+        teacher_hidden_states.detach(),
+        teacher_weight.detach(),
+        None if teacher_bias is None else teacher_bias.detach(),
+    )
     everywhere = len(kept) == is_target.numel()
     student, teacher = (
         _Head(_rows(x, None if everywhere else kept), w, b, *_shape_of_logits(scale, cap, temperature))
@@ -145,14 +150,103 @@ def linear_divergence(
     )
     call = student, teacher, float(beta), chunk_size
     total, entropies = run("linear_divergence", impl, IMPLEMENTATIONS, student.hidden_states, *call)
-    if num_items_in_batch is None:
-        num_items_in_batch = len(kept) or math.nan
-    elif not len(kept):
-        num_items_in_batch = math.inf
-    loss = total / torch.as_tensor(num_items_in_batch, device=total.device)
+    loss = total / _divisor(num_items_in_batch, len(kept), total)
     if not return_entropies:
         return loss
     return loss, entropies.new_zeros(is_target.numel()).index_copy_(0, kept, entropies).view(shape)
+
+
+def linear_topk_divergence(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_ids: torch.Tensor,
+    teacher_logps: torch.Tensor,
+    is_target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    num_items_in_batch: int | float | torch.Tensor | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Compute the divergence of a student from the likeliest words of a teacher, with all other words as one class.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `[..., hidden]`):
+            Input of the student's head, in any floating dtype.
+        weight (`torch.Tensor` of shape `[vocab, hidden]`):
+            Weight of the student's head, in the same dtype.
+        teacher_ids (`torch.LongTensor` of shape `[..., K]`):
+            Words of which the teacher's log-probabilities are known, different ones for each token.
+        teacher_logps (`torch.Tensor` of shape `[..., K]`):
+            Their log-probabilities at `temperature`, in nats. A word with `-inf` is part of the tail, whatever its id is.
+        is_target (`torch.BoolTensor` of shape `[...]`):
+            Which tokens count.
+        bias (`torch.Tensor` of shape `[vocab]`, *optional*):
+            Bias of the head.
+        beta (`float`, *optional*, defaults to 0.5), temperature (`float`, *optional*, defaults to 1.0):
+            As in [`linear_divergence`]. The temperature divides the student's logits alone.
+        num_items_in_batch (`int`, `float` or 0-dimensional `torch.Tensor`, *optional*):
+            Divisor of the sum over the targets. Defaults to their number.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            That of [`linear_logps`].
+
+    Returns:
+        `torch.Tensor`: the loss in nats, a scalar as that of [`linear_divergence`], of which it is a lower bound.
+
+    Raises:
+        `ValueError`: the shapes do not match, or a number is out of its range.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops.divergence import linear_divergence, linear_topk_divergence
+    >>> hidden, weight, targets = torch.randn(5, 8), torch.randn(11, 8), torch.ones(5, dtype=torch.bool)
+    >>> teacher, teacher_weight = torch.randn(5, 8), torch.randn(11, 8)
+    >>> logps, ids = (teacher @ teacher_weight.T).log_softmax(-1).topk(10)
+    >>> found = linear_topk_divergence(hidden, weight, ids, logps, targets)
+    >>> torch.allclose(found, linear_divergence(hidden, weight, teacher, teacher_weight, targets), rtol=1e-4)
+    True
+
+    ```
+    """
+    shape = is_target.shape
+    if teacher_ids.shape != teacher_logps.shape or teacher_ids.shape[:-1] != shape or not teacher_ids.numel():
+        expected = f"teacher_ids and teacher_logps {[*shape]} + [K], with K of 1 or more"
+        raise input_error(expected, shapes(teacher_ids, teacher_logps))
+    _check_numbers(beta, {"temperature": temperature})
+    kept = is_target.flatten().nonzero()[:, 0].to(hidden_states.device)
+    rows, ids, p = (x.flatten(0, -2).index_select(0, kept) for x in (hidden_states, teacher_ids, teacher_logps))
+    known = p > -math.inf
+    of = torch.arange(len(kept), device=kept.device)[:, None].expand_as(ids)
+    options: dict[str, Any] = {"temperature": temperature, "rows": of, "ignore_index": None, "impl": impl}
+    q: Any = linear_logps(rows, weight, ids.where(known, 0), bias, **options)
+    losses, _ = _losses(_with_tail(q.masked_fill(~known, -math.inf)), _with_tail(p.to(q.dtype)), beta)
+    return losses.sum() / _divisor(num_items_in_batch, len(kept), q)
+
+
+def _with_tail(logps: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities `[T, K]` of some words, and of all others together, `[T, K + 1]`."""
+    # Rounding may leave nothing, or less.
+    most = -torch.finfo(logps.dtype).eps
+    rest = torch.log(-torch.expm1(logps.logsumexp(-1, keepdim=True).clamp(max=most)))
+    return torch.cat([logps, rest], dim=-1)
+
+
+def _check_numbers(beta: float, positive: dict[str, float | None], chunk_size: int = 1) -> None:
+    wrong = [f"{name}={x}" for name, x in positive.items() if x is not None and not 0 < x < math.inf]
+    if not 0 <= beta <= 1 or chunk_size < 1 or wrong:
+        got = ", ".join([f"beta={beta}", f"chunk_size={chunk_size}", *wrong])
+        raise input_error("beta from 0 to 1, chunk_size of 1 or more, and temperature and caps above 0", got)
+
+
+def _divisor(items: int | float | torch.Tensor | None, targets: int, total: torch.Tensor) -> torch.Tensor:
+    if items is None:
+        items = targets or math.nan
+    elif not targets:
+        items = math.inf
+    return torch.as_tensor(items, device=total.device)
 
 
 class _Head(NamedTuple):
@@ -207,7 +301,7 @@ def _torch(_, *call):
 
 def _triton(_, *call):
     from .backends.triton.cross_entropy import scaled
-    from .backends.triton.linear_divergence import divergence
+    from .backends.triton.divergence import divergence
 
     return _chunked((divergence, scaled), *call)
 
