@@ -15,6 +15,7 @@ from parameterized import parameterized
 from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import CONFIGS, Samples
 from transformers import AutoModel, AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingDataset, configure_packing
@@ -159,16 +160,31 @@ class OwnTrainerTest(BatchesTestCase):
         self.assertFalse(has_our_classes(trainer.model))
 
 
+def orpo(directory):
+    tokens = make_tokenizer()
+    args = ORPOConfig(directory, **{**SGD, "max_steps": 2}, per_device_train_batch_size=4, max_length=64)
+    model = build_model("padded", len(tokens))
+    return ORPOTrainer(model, args, train_dataset=Dataset.from_list(PAIRS), processing_class=tokens)
+
+
+def gkd(directory):
+    """Off-policy distillation. The teacher packs its batches too."""
+    tokens = make_tokenizer()
+    options = {"max_length": 64, "lmbda": 0.0, "learning_rate": 0.1, "per_device_train_batch_size": 4}
+    args = GKDConfig(directory, **{**SGD, "max_steps": 2, **options})
+    model, teacher = build_model("padded", len(tokens)), build_model("padded", len(tokens), seed=1)
+    teacher.lm_head.weight.data.mul_(100)
+    names = {"user": "prompt", "assistant": "chosen"}
+    rows = [{"messages": [{"role": role, "content": x[name]} for role, name in names.items()]} for x in PAIRS]
+    return GKDTrainer(model, teacher, args, train_dataset=Dataset.from_list(rows), processing_class=tokens)
+
+
 class TRLTest(TRLTestCase):
-    def test_trains_as_padded(self):
+    @parameterized.expand([(orpo,), (gkd,)])
+    def test_trains_as_padded(self, make):
         """Trainers that this package does not know."""
-        trainers = []
-        for _ in range(2):
-            tokens = make_tokenizer()
-            args = ORPOConfig(self.directory, **{**SGD, "max_steps": 2}, per_device_train_batch_size=4, max_length=64)
-            model = build_model("padded", len(tokens))
-            trainers.append(ORPOTrainer(model, args, train_dataset=Dataset.from_list(PAIRS), processing_class=tokens))
-        self.assertIn('or pass packing="batches"', said(configure_packing, trainers[0])[0])
+        trainers = [make(self.directory) for _ in range(2)]
+        self.assertIn('packing="batches"', said(configure_packing, trainers[0])[0])
         check_same(self, *trainers)
 
 
