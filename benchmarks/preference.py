@@ -4,6 +4,8 @@
 backward and optimizer, LoRA of rank 16 on all linear layers, gradient checkpointing. Prompts have 512 tokens, the answers
 of `--pairs` pairs are lognormal with mean 300 and sigma 0.8, from 8 to 2,048 tokens.
 
+`reward` is the same of `RewardTrainer` and a classifier with one label, whose answers follow their prompt.
+
 `grpo` is the learning step of groups of 8 answers of 512 tokens on a prompt of 1,024: the log-probabilities through TRL's
 own head, a clipped policy gradient, backward and optimizer. No batch of it has padding.
 
@@ -15,6 +17,7 @@ Arms: `trl` is the stock class, with flash-linear-attention and the convolution 
 model after `configure_packing` or `patch_model`, and `ours+shared` shares prompts.
 
     python benchmarks/preference.py --task dpo --models 4B --output benchmarks/results/preference.json
+    python benchmarks/preference.py --task reward --models 4B --pairs 32 --output benchmarks/results/distillation.json
     python benchmarks/preference.py --task grpo --models 0.8B --groups 4 --output benchmarks/results/preference.json
     python benchmarks/preference.py --task grpo --models 4B --groups 1 --lora --output benchmarks/results/preference.json
     python benchmarks/preference.py --task distillation --models 4B --teacher 9B --lora --checkpointing
@@ -37,7 +40,7 @@ import torch
 from arms import make_model, prepare
 from shapes import GROUPS, LORA_LAYERS, MODELS
 from step import earlier_report, profile, seconds_of_steps
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast, set_seed
 
 from transformers_packed import configure_packing, patch_model
 from transformers_packed.ops import implementations_used
@@ -102,6 +105,47 @@ def dpo_step(arm: str, config: dict, args):
     batch = trainer.data_collator(make_pairs(args, config["vocab_size"]))
     batch = {name: x.to(args.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     # `train` would do both.
+    trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+    trainer.current_gradient_accumulation_steps = 1
+    model = trainer.accelerator.prepare_model(trainer.model)
+    optimizer = optimizer_of(model)
+    model.train()
+
+    def run():
+        loss = trainer.training_step(model, dict(batch), None)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return run, int(batch["attention_mask"].sum()), batch["input_ids"].numel()
+
+
+def reward_step(arm: str, config: dict, args):
+    """Return a function that runs a step and returns the loss, and the numbers of real and padded tokens."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import RewardConfig, RewardTrainer
+
+    set_seed(0)
+    with torch.device(args.device):
+        text_config = AutoConfig.for_model(**config, num_labels=1)
+        options = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+        model = AutoModelForSequenceClassification.from_config(text_config, **options)
+    texts = Dataset.from_list([{"chosen": "a", "rejected": "a"}] * 2)
+    options = {"bf16": args.device == "cuda", "use_cpu": args.device != "cuda", "report_to": "none"}
+    trainer = RewardTrainer(
+        model,
+        args=RewardConfig(tempfile.mkdtemp(), gradient_checkpointing=True, max_length=None, **options),
+        train_dataset=texts,
+        processing_class=make_tokenizer(),
+        peft_config=LoraConfig(task_type="SEQ_CLS", r=16, lora_alpha=32, target_modules=list(LORA_LAYERS)),
+    )
+    if arm != "trl":
+        configure_packing(trainer, "padding_free", share_prompts=arm == "ours+shared")
+    pairs = make_pairs(args, config["vocab_size"])
+    names = "chosen_ids", "rejected_ids"
+    batch = trainer.data_collator([{name: pair["prompt_ids"] + pair[name] for name in names} for pair in pairs])
+    batch = {name: x.to(args.device) for name, x in batch.items()}
     trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
     trainer.current_gradient_accumulation_steps = 1
     model = trainer.accelerator.prepare_model(trainer.model)
@@ -204,7 +248,7 @@ def distillation_step(arm: str, config: dict, args):
     return run, int(mask.sum()) + args.prompts * prompt, ids.numel()
 
 
-STEPS = {"dpo": dpo_step, "grpo": grpo_step, "distillation": distillation_step}
+STEPS = {"dpo": dpo_step, "reward": reward_step, "grpo": grpo_step, "distillation": distillation_step}
 
 
 def run_arm(arm: str, config: dict, args) -> dict:
@@ -233,7 +277,7 @@ def main() -> int:
     parser.add_argument("--task", choices=STEPS, required=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["0.8B"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--pairs", type=int, default=16, help="pairs of a DPO step")
+    parser.add_argument("--pairs", type=int, default=16, help="pairs of a step of DPO or rewards")
     parser.add_argument("--groups", type=int, default=4, help="groups of a GRPO step")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step of distillation")
     parser.add_argument("--teacher", choices=MODELS, default="9B", help="teacher of the distillation")
@@ -252,11 +296,13 @@ def main() -> int:
     for model in args.models:
         sizes = {
             "dpo": {"pairs": args.pairs},
+            "reward": {"pairs": args.pairs},
             "grpo": {"groups": args.groups},
             "distillation": {"prompts": args.prompts, "teacher": args.teacher},
         }[args.task]
         run = {"command": shlex.join(["python", *sys.argv]), "task": args.task, "model": model, **sizes}
-        run |= {"lora": args.lora or args.task == "dpo", "checkpointing": args.checkpointing or args.task == "dpo"}
+        always = args.task in ("dpo", "reward")
+        run |= {"lora": args.lora or always, "checkpointing": args.checkpointing or always}
         run["arms"] = {}
         report["runs"].append(run)
         print(f"\n{args.task}, {model}, {sizes}")
