@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextCo
 from transformers.integrations import peft as integration
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, add_mtp, patch_model, registered
-from transformers_packed.models import mtp
 from transformers_packed.models.mtp_head import head_of
 
 
@@ -169,9 +168,3 @@ class BesideTest(unittest.TestCase):
         again.load_adapter(str(self.folder / "adapter"), name)
         self.check(again, expected)
         self.check(PeftModel.from_pretrained(self.base(), self.folder / "adapter"), expected)
-        if way == "whole":
-            with registered(), self.assertLogs(mtp.logger, "WARNING") as logs:
-                again = AutoModelForCausalLM.from_pretrained(self.folder / "adapter")
-            self.assertIn("Call transformers_packed.add_mtp", logs.output[0])
-            add_mtp(again, self.folder / "adapter")
-            self.check(again, expected)

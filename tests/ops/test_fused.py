@@ -146,15 +146,6 @@ class FusedTest(InterpretedKernelsTest):
             self.assertEqual(int(gradient.count_nonzero()), 0)
 
     @parameterized.expand(named(ONCE))
-    def test_second_derivatives_are_refused(self, _, case, size):
-        leaves = [x.requires_grad_() for x in case.inputs(2, **size)[: case.per_token]]
-        output = case.outputs(case.fused, [*leaves, *case.inputs(2, **size)[case.per_token :]])[-1]
-        # With a constant output gradient, only the inputs can make the input gradients differentiable.
-        for loss in (output.square().sum(), output.sum()):
-            with self.assertRaisesRegex(ValueError, "got create_graph=True. .*CPU"):
-                torch.autograd.grad(loss, leaves[-1], create_graph=True)
-
-    @parameterized.expand(named(ONCE))
     def test_transforms_of_torch_func_run_the_reference(self, _, case, size):
         inputs = case.inputs(2, **size)
 

@@ -160,12 +160,6 @@ class RouterTest(Assertions, InterpretedKernelsTest):
         for layout in (off_grid, lambda x: x.t().contiguous().t()):
             self.assert_same_bits(route(impl, layout(logits), 3, upstream=layout(upstream)), expected)
 
-    def test_second_order_gradients(self):
-        logits = normal(4, 6).requires_grad_()
-        weights = choose_experts(logits, 3, impl="triton")[0]
-        with self.assertRaisesRegex(ValueError, "expected first-order gradients"):
-            torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
-
 
 LOGITS = torch.zeros(3, 4)
 
@@ -386,29 +380,6 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
             kept = saved_in(lambda stored=stored: experts(x, case.index, weights, *stored, impl="triton"))
             new = [t for t in beside(kept, [*known, case.index]) if t.is_floating_point()]
             self.assertEqual([t.shape for t in new], [(20 * 2, 2 * 64)])
-
-    def test_second_order_gradients(self):
-        case = Case(choices(5, 3, 2), 3, dtype=BFLOAT16)
-        x, *weights = leaves = case.leaves()
-        y = experts(x, case.index, *weights, impl="triton")
-        with self.assertRaisesRegex(ValueError, "expected first-order gradients, got create_graph=True"):
-            torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
-
-    def test_transforms_use_the_reference(self):
-        case = Case(choices(9, 3, 2), 3, dtype=BFLOAT16)
-        x, *weights = case.leaves(())
-
-        def loss(x, impl="auto"):
-            return (experts(x, case.index, *weights, impl=impl) * case.upstream).sum()
-
-        expected = case.run("reference", ("x",))[1]
-        self.assertLess(relative(torch.func.grad(loss)(x), expected), 1e-2)
-        tangent = torch.func.jvp(loss, (x,), (torch.ones_like(x),))[1]
-        self.assertLess(relative(tangent, expected.sum()), 2e-2)
-        rows = torch.func.vmap(torch.func.grad(loss))(x[None].repeat(2, 1, 1))
-        self.assertLess(relative(rows, expected.expand(2, -1, -1)), 1e-2)
-        with self.assertRaisesRegex(ValueError, "does not support torch.func transforms"):
-            torch.func.grad(loss)(x, "triton")
 
     def test_no_gradients_wanted(self):
         case = Case(*FEW, dtype=BFLOAT16)

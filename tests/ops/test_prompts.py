@@ -230,12 +230,6 @@ class CopiesTest(unittest.TestCase):
         expected = torch.zeros(5, 2).index_add_(0, torch.tensor(index), upstream.float())
         self.assertTrue(torch.equal(gradient, expected.bfloat16()))
 
-    def test_second_derivatives_are_refused(self):
-        x = torch.randn(2, 2, requires_grad=True)
-        y = repeat_rows(x, Copies.of([0, 0], x.device)).square().sum()
-        with self.assertRaisesRegex(ValueError, "Train without shared prompts"):
-            torch.autograd.grad(y, x, create_graph=True)
-
     def test_position_ids_continue(self):
         row = make_row("groups_in_any_order")
         expected = [0, 1, 0, 1, 2, 3, 4, 5, 6, 2, 3, 3, 4, 5, 6, 7, 2, 3, 4, 3]

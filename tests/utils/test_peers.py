@@ -111,22 +111,6 @@ class TrainTest(unittest.TestCase):
                 )
             return json.loads(output.read_text())["runs"]
 
-    @parameterized.expand(
-        [
-            (["--task", "dpo", "--documents", "3"], "2 documents for each prompt"),
-            (["--task", "grpo", "--documents", "12"], "8 documents for each prompt"),
-            (["--load-in-4bit"], "needs --lora"),
-            (["--task", "dpo", "--prompt", "4000"], "at least four tokens"),
-            (["--task", "dpo", "--tool", "ours+float8"], "expects one of ours, ours.shared"),
-            (["--tool", "ours+shared"], "--task sft expects one of"),
-            (["--tool", "ours+kept"], "needs --checkpointing"),
-        ]
-    )
-    def test_options_that_do_not_fit_are_refused(self, options, message):
-        with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as printed:
-            run_main(train, "--checkpoint", "none", *options)
-        self.assertRegex(printed.getvalue(), message)
-
 
 class IsolationTest(unittest.TestCase):
     def check(self, collator, model) -> dict:
