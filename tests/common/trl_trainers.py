@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from common.records import make_tokenizer
 from mixins.model import total_relative_error
-from scripts.trainer_arms import CONFIGS, OPTIONS, updates_and_log
+from scripts.trainer_arms import CONFIGS, OPTIONS, updates_and_losses
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.utils import is_datasets_available, is_peft_available
 from transformers.utils.import_utils import _is_package_available
@@ -77,12 +77,6 @@ def sft_trainer(directory, model, samples, tokenizer, **arguments):
     """An SFTTrainer for tokenized samples, in float32."""
     args = trl.SFTConfig(directory, **{**OPTIONS, "bf16": False, "gradient_checkpointing": False, **arguments})
     return trl.SFTTrainer(model, args, train_dataset=Dataset.from_list(samples), processing_class=tokenizer)
-
-
-def updates_and_losses(trainer):
-    set_seed(0)  # GRPO's generated text depends on it
-    updates, log = updates_and_log(trainer)
-    return updates, [entry["loss"] for entry in log]
 
 
 @unittest.skipUnless(HAS_TRL, 'needs trl, datasets and peft: pip install -e ".[dev]"; written for TRL 1.16.0')

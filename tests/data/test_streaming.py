@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameterized import parameterized
+from scripts.resume_run import Rereadable, read_shards
 from torch.utils.data import DataLoader
 
 import transformers_packed
@@ -27,21 +28,6 @@ MAX_LENGTH = 16
 def samples_of(lengths):
     """Sample `i` holds tokens `100 * i`, `100 * i + 1`, ..."""
     return [{"input_ids": list(range(100 * i, 100 * i + n)), "name": f"sample {i}"} for i, n in enumerate(lengths)]
-
-
-def read_shards(shards):
-    for shard in shards:
-        yield from shard
-
-
-class Rereadable:
-    """An iterable without any other method."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __iter__(self):
-        return iter(self.rows)
 
 
 class Stateful(Rereadable):

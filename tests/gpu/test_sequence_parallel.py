@@ -25,6 +25,7 @@ from common.gpu import compile_one_configuration, report
 from common.isolation import find_leaks
 from common.processes import FSDP_ON_CPU, run_once, run_processes
 from parameterized import parameterized
+from scripts.sequence_parallel_arms import CONFIG, DIM, HEAD_DIM, HEADS, KEY_HEADS, ON_CPU, VALUE_HEADS
 from transformers import Qwen3_5TextConfig, set_seed
 from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
 
@@ -36,27 +37,14 @@ from transformers_packed.parallel import RowShard, SequenceParallel
 
 SIZE = 2
 # To try this file on a CPU: `TRANSFORMERS_PACKED_TEST_SP_ON_CPU=1`, with gloo and few heads.
-ON_CPU = bool(os.environ.get("TRANSFORMERS_PACKED_TEST_SP_ON_CPU"))
 DEVICE, BACKEND = ("cpu", "gloo") if ON_CPU else ("cuda", "nccl")
-KEY_HEADS, VALUE_HEADS, DIM = (2, 4, 16) if ON_CPU else (16, 32, 128)
-HEADS, HEAD_DIM = (4, 16) if ON_CPU else (16, 256)
 TOTAL = 256 if ON_CPU else 2048
 UNIT = TOTAL // 256
-CONFIG = {
-    "vocab_size": 97,
+SMALLER = {
     "hidden_size": 128,
     "intermediate_size": 128,
     "num_hidden_layers": 3,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS // 4,
-    "head_dim": HEAD_DIM,
-    "linear_key_head_dim": DIM,
-    "linear_value_head_dim": DIM,
-    "linear_num_key_heads": KEY_HEADS,
-    "linear_num_value_heads": VALUE_HEADS,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "pad_token_id": 0,
-    "use_cache": False,
 }
 # Rows that are cut in the middle of a document.
 ROWS = {
@@ -366,7 +354,7 @@ def _leaks_of_a_model(methods):
     # Otherwise the backward of attention adds up in any order.
     torch.use_deterministic_algorithms(True)
     set_seed(0)
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**CONFIG, initializer_range=0.1))
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**CONFIG | SMALLER, initializer_range=0.1))
     model = model.to(DEVICE, torch.float64 if ON_CPU else torch.bfloat16).train()
     return find_leaks(model, SequenceParallel(SIZE, **methods), ROWS["cut"]), implementations_used(isolating=True)
 

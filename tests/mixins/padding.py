@@ -59,15 +59,18 @@ class PackedPaddingTesterMixin:
         batch = self.padded(self.documents, side)
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
-    def check_like_builtin(self, batch: dict, attention: str = "sdpa", packs: dict | None = None, **kwargs):
-        """Compare logits at real tokens, loss and gradients with the stock model. Ours runs on `packs` if given."""
-        builtin, model = self.models(attention)
+    def check_like_builtin(self, batch, attention="sdpa", packs=None, models=None, distinct=None, **kwargs):
+        """Compare logits at real tokens, loss and gradients with the stock model. Ours runs on `packs` if given.
+
+        It computes the real tokens, or as many as `distinct`.
+        """
+        builtin, model = models or self.models(attention)
         packs = batch if packs is None else packs
         real, expected_real = (b["attention_mask"].bool() for b in (packs, batch))
         expected = builtin(**batch, use_cache=False, **kwargs)
         with computed_tokens(model) as seen:
             actual = model(**packs, use_cache=False, **kwargs)
-        self.assertEqual(seen, {int(real.sum())})
+        self.assertEqual(seen, {int(real.sum()) if distinct is None else distinct})
         self.assertEqual(actual.logits.shape, (*packs["input_ids"].shape, VOCAB_SIZE))
         self.assertLess(relative_error(actual.logits[real], expected.logits[expected_real]), self.logits_bar)
         self.assertFalse(actual.logits[~real].any())
@@ -105,17 +108,7 @@ class PackedPaddingTesterMixin:
         self.check_shared(*self.shared_batch())
 
     def check_shared(self, batch: dict, distinct: int, attention: str = "sdpa"):
-        """Compare logits at real tokens and gradients with the stock model. Ours computes the distinct tokens."""
-        builtin, model = self.sharing_models(attention)
-        real = batch["attention_mask"].bool()
-        expected = builtin(**batch, use_cache=False)
-        with computed_tokens(model) as seen:
-            actual = model(**batch, use_cache=False)
-        self.assertEqual(seen, {distinct})
-        self.assertLess(relative_error(actual.logits[real], expected.logits[real]), self.logits_bar)
-        self.assertFalse(actual.logits[~real].any())
-        got, want = gradients(model, actual.loss), gradients(builtin, expected.loss)
-        self.assertLess(total_relative_error(got, want), self.gradient_bar)
+        self.check_like_builtin(batch, models=self.sharing_models(attention), distinct=distinct)
 
 
 class PackedPaddingRouterTesterMixin(PackedPaddingTesterMixin):

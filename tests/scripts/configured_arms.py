@@ -4,14 +4,19 @@ with explicit rows and collator.
 Also a script, `configured_arms.py KIND ARM MODE TUNING OUTPUT`, to run in several processes as with torchrun.
 """
 
-import os
 import sys
 
-import torch
-from common.processes import pretend_gpus
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded, end_process, updates_and_log
+from scripts.trainer_arms import (
+    CONFIGS,
+    OPTIONS,
+    Samples,
+    collate_padded,
+    save_and_end,
+    shards_by_fsdp,
+    updates_and_log,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.tensor import DTensor
@@ -90,14 +95,8 @@ def configure(trainer: Trainer, arm: str, mode: str) -> Trainer:
 if __name__ == "__main__":
     kind, arm, mode, tuning, output = sys.argv[1:]
     sys.modules["fla"] = None  # the padded arm uses the stock class, which would run CUDA kernels on CPU tensors
-    torch.set_num_threads(1)
-    options = {}
-    if os.environ.get("ACCELERATE_USE_FSDP"):
-        pretend_gpus()
-        options["use_cpu"] = False
-    trainer = configure(build(kind, tuning, directory=f"{output}.trainer", **options), arm, mode)
+    trainer = build(kind, tuning, directory=f"{output}.trainer", use_cpu=not shards_by_fsdp())
+    configure(trainer, arm, mode)
     updates, log = updates_and_log(trainer)
     sharded = isinstance(next(trainer.model.parameters()), DTensor)
-    if trainer.is_world_process_zero():
-        torch.save({"updates": updates, "log": log, "processes": trainer.args.world_size, "sharded": sharded}, output)
-    end_process()
+    save_and_end(trainer, output, updates=updates, log=log, sharded=sharded)

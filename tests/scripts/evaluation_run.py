@@ -6,7 +6,7 @@ Also trains two steps, so that a set-up is verified on all processes.
 import sys
 
 import torch
-from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, end_process
+from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, save_and_end
 from transformers import AutoModelForCausalLM, set_seed
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingDataset
@@ -14,7 +14,6 @@ from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingD
 
 if __name__ == "__main__":
     (output,) = sys.argv[1:]
-    torch.set_num_threads(1)
     set_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
     seen = []
@@ -39,7 +38,4 @@ if __name__ == "__main__":
                 (trainer.model(input_ids=ids, labels=labels).loss.item() * targets if targets else 0, targets)
             )
     alone = sum(loss for loss, _ in parts) / sum(targets for _, targets in parts)
-    if trainer.is_world_process_zero():
-        found = {"evaluated": seen[0], "predicted": predicted, "loss": loss, "alone": alone}
-        torch.save({**found, "processes": args.world_size}, output)
-    end_process()
+    save_and_end(trainer, output, evaluated=seen[0], predicted=predicted, loss=loss, alone=alone)

@@ -7,7 +7,7 @@ import sys
 
 import torch
 from accelerate.utils import gather_object
-from scripts.trainer_arms import EXPERTS, OPTIONS, TINY, Samples, end_process
+from scripts.trainer_arms import EXPERTS, OPTIONS, TINY, Samples, save_and_end
 from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Trainer, TrainingArguments, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, configure_packing
@@ -69,11 +69,8 @@ def stock_counts(model: Qwen3_5MoeForCausalLM, ids: torch.Tensor) -> torch.Tenso
 if __name__ == "__main__":
     (output,) = sys.argv[1:]
     sys.modules["fla"] = None  # the stock class would run its CUDA kernels on CPU tensors
-    torch.set_num_threads(1)
     trainer, counted = build(f"{output}.trainer")
     trainer.train()
     counts = gather_object([counted])
-    if trainer.is_world_process_zero():
-        log = [entry for entry in trainer.state.log_history if "loss" in entry]
-        torch.save({"log": log, "counts": counts, "processes": trainer.args.world_size}, output)
-    end_process()
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    save_and_end(trainer, output, log=log, counts=counts)

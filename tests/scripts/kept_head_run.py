@@ -18,7 +18,6 @@ from transformers_packed import DataCollatorWithFlattening, patch_model, registe
 
 if __name__ == "__main__":
     source, output, patched, steps, full = sys.argv[1], Path(sys.argv[2]), *(int(x) for x in sys.argv[3:])
-    torch.set_num_threads(1)
     pretend_gpus()
     if not patched:
         register()

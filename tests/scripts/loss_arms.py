@@ -7,7 +7,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from scripts.trainer_arms import build_trainer, end_process, updates_and_log
+from scripts.trainer_arms import build_trainer, save_and_end, updates_and_losses
 from transformers import Trainer
 
 from transformers_packed import set_loss_normalization
@@ -51,20 +51,11 @@ def build_sample_trainer(arm: str, output_dir: str, family: str = "qwen3_5", **a
     return trainer
 
 
-def updates_and_losses(trainer: Trainer) -> tuple[dict, list[float]]:
-    """Train, and return the change of each parameter and the logged losses."""
-    updates, log = updates_and_log(trainer)
-    return updates, [entry["loss"] for entry in log]
-
-
 if __name__ == "__main__":
     (output,) = sys.argv[1:]
     sys.modules["fla"] = None  # the padded arm uses the stock class, which would run CUDA kernels on CPU tensors
-    torch.set_num_threads(1)
     results = {}
     for arm in ("padded", "packed"):
         trainer = build_sample_trainer(arm, f"{output}.{arm}", max_steps=4)
         results[arm] = updates_and_losses(trainer)
-    if trainer.is_world_process_zero():
-        torch.save({**results, "processes": trainer.args.world_size}, output)
-    end_process()
+    save_and_end(trainer, output, **results)

@@ -4,12 +4,9 @@ KIND is `ddp`, `fsdp` (sharded through accelerate) or `sequence_parallel`. The u
 saved checkpoint go to OUTPUT. Every kind takes the same samples in a step as a single process with `alone`.
 """
 
-import os
 import sys
 
-import torch
-from common.processes import pretend_gpus
-from scripts.trainer_arms import OPTIONS, TINY, Samples, end_process, updates_and_log
+from scripts.trainer_arms import OPTIONS, TINY, Samples, save_and_end, shards_by_fsdp, updates_and_log
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments
@@ -36,14 +33,7 @@ def build(folder, kind="alone", samples=None, model=None, **options):
 
 if __name__ == "__main__":
     kind, output = sys.argv[1:]
-    torch.set_num_threads(1)
-    options = {}
-    if os.environ.get("ACCELERATE_USE_FSDP"):
-        pretend_gpus()
-        options["use_cpu"] = False
-    trainer = build(f"{output}.trainer", kind, **options)
+    trainer = build(f"{output}.trainer", kind, use_cpu=not shards_by_fsdp())
     updates, log = updates_and_log(trainer)
     trainer.save_model(f"{output}.saved")
-    if trainer.is_world_process_zero():
-        torch.save({"updates": updates, "log": log, "processes": trainer.args.world_size}, output)
-    end_process()
+    save_and_end(trainer, output, updates=updates, log=log)

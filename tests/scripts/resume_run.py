@@ -26,7 +26,7 @@ def documents(size: int = 90) -> list[dict]:
     return [{"input_ids": [i + 1] * length} for i, length in enumerate(lengths)]
 
 
-def _read_shards(shards):
+def read_shards(shards):
     for shard in shards:
         yield from shard
 
@@ -40,7 +40,7 @@ def source(name: str):
     if name == "hf":
         return Dataset.from_list(rows)
     shards = [rows[i : i + 25] for i in range(0, len(rows), 25)]
-    stream = IterableDataset.from_generator(_read_shards, gen_kwargs={"shards": shards})
+    stream = IterableDataset.from_generator(read_shards, gen_kwargs={"shards": shards})
     return stream.shuffle(seed=3, buffer_size=20) if name == "hf_shuffled" else stream
 
 
@@ -143,7 +143,6 @@ def build_trainer(spec: dict, rank: int = 0) -> Trainer:
 
 def run(spec: dict) -> None:
     """Train to the end, or up to the step `stop`."""
-    torch.set_num_threads(1)
     trainer = build_trainer(spec, int(os.environ.get("RANK", 0)))
     if "stop" in spec:
         trainer.add_callback(StopAt(spec["stop"]))

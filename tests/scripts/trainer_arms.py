@@ -13,7 +13,7 @@ from unittest import TestCase
 
 import torch
 from common.families import tiny_config
-from common.processes import run_script
+from common.processes import pretend_gpus, run_script
 from mixins import vision
 from mixins.patch import OTHERS
 from mixins.vision import EXPERTS
@@ -140,6 +140,13 @@ def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
     return parameter.detach()
 
 
+def updates_and_losses(trainer: Trainer) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Like [`updates_and_log`], with the logged losses alone."""
+    set_seed(0)  # GRPO's generated text depends on it
+    updates, log = updates_and_log(trainer)
+    return updates, [entry["loss"] for entry in log]
+
+
 def run_in_two_processes(test: TestCase, script: str, *arguments: str, **variables: str) -> tuple[str, Any]:
     """Run a script of this folder in two processes. Return its output and the file that its last argument names.
 
@@ -154,6 +161,21 @@ def run_in_two_processes(test: TestCase, script: str, *arguments: str, **variabl
     return "".join(process.stdout for process in finished), saved
 
 
+def shards_by_fsdp() -> bool:
+    """Whether the variables of such a script ask accelerate to shard. It then does so without GPUs."""
+    if "ACCELERATE_USE_FSDP" not in os.environ:
+        return False
+    pretend_gpus()
+    return True
+
+
+def save_and_end(trainer: Trainer, output: str, **found) -> None:
+    """Save what such a script has found, from one process, and end it."""
+    if trainer.is_world_process_zero():
+        torch.save(found | {"processes": trainer.args.world_size}, output)
+    end_process()
+
+
 def end_process() -> None:
     """End such a script. Threads of its group may still run, and would abort the process at interpreter shutdown."""
     torch.distributed.destroy_process_group()
@@ -165,15 +187,11 @@ def end_process() -> None:
 def train(arm: str, family: str, output_dir: str, **arguments) -> tuple[dict, list[float], Trainer]:
     """Return the change of each parameter, the logged losses, and the trainer."""
     trainer = build_trainer(arm, family, output_dir, **arguments)
-    updates, log = updates_and_log(trainer)
-    return updates, [entry["loss"] for entry in log], trainer
+    return *updates_and_losses(trainer), trainer
 
 
 if __name__ == "__main__":
     arm, family, output = sys.argv[1:]
     sys.modules["fla"] = None  # the padded arm uses the stock class, which would run CUDA kernels on CPU tensors
-    torch.set_num_threads(1)
     updates, losses, trainer = train(arm, family, f"{output}.trainer")
-    if trainer.is_world_process_zero():
-        torch.save({"updates": updates, "losses": losses, "processes": trainer.args.world_size}, output)
-    end_process()
+    save_and_end(trainer, output, updates=updates, losses=losses)

@@ -13,7 +13,7 @@ from common.processes import pretend_gpus
 from common.records import make_tokenizer
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from scripts.trainer_arms import OPTIONS, end_process, updates_and_log, whole
+from scripts.trainer_arms import OPTIONS, save_and_end, updates_and_log, whole
 from transformers import AutoModelForCausalLM, set_seed
 from trl import DPOConfig, DPOTrainer
 
@@ -32,7 +32,6 @@ def samples(number: int) -> list[dict]:
 
 if __name__ == "__main__":
     source, stage, kind, output = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
-    torch.set_num_threads(1)
     options = {
         **OPTIONS,
         "learning_rate": 0.1,
@@ -78,7 +77,5 @@ if __name__ == "__main__":
     log.append(trainer.evaluate())
     trainer.save_model(f"{output}.saved")
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
-    if trainer.is_world_process_zero():
-        found = {"updates": updates, "log": log, "weights": weights, "processes": args.world_size}
-        torch.save({**found, "partitioned": hasattr(next(model.parameters()), "ds_id")}, output)
-    end_process()
+    partitioned = hasattr(next(model.parameters()), "ds_id")
+    save_and_end(trainer, output, updates=updates, log=log, weights=weights, partitioned=partitioned)

@@ -6,14 +6,14 @@ from importlib.util import find_spec
 
 import torch
 from common.records import make_tokenizer
-from common.trl_trainers import PAIRS, SGD, TRLTestCase, build_model, updates_and_losses
+from common.trl_trainers import PAIRS, SGD, TRLTestCase, build_model
 from datasets import Dataset
 from mixins.configure import ConfigureTestCase, said, train_configured
 from mixins.model import total_relative_error
 from mixins.padding import computed_tokens
 from parameterized import parameterized
 from scripts.configured_arms import tokenizer
-from scripts.trainer_arms import CONFIGS, Samples
+from scripts.trainer_arms import CONFIGS, Samples, updates_and_losses
 from transformers import AutoModel, AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer

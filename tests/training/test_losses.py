@@ -11,8 +11,8 @@ from common.processes import run_processes
 from mixins.configure import ConfigureTestCase
 from mixins.model import relative_error, total_relative_error
 from parameterized import parameterized
-from scripts.loss_arms import build_sample_trainer, updates_and_losses
-from scripts.trainer_arms import CONFIGS, Samples, build_trainer, run_in_two_processes
+from scripts.loss_arms import build_sample_trainer
+from scripts.trainer_arms import CONFIGS, Samples, build_trainer, run_in_two_processes, updates_and_losses
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 
 from transformers_packed import (

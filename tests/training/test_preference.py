@@ -8,10 +8,11 @@ from unittest import mock
 
 import torch
 from common.records import make_tokenizer
-from common.trl_trainers import TRLTestCase, build_model, preference_trainer, updates_and_losses
+from common.trl_trainers import TRLTestCase, build_model, preference_trainer
 from mixins.padding import computed_tokens
 from parameterized import parameterized
 from peft import LoraConfig
+from scripts.trainer_arms import updates_and_losses
 from transformers import Trainer, TrainingArguments
 from trl import RewardTrainer
 
