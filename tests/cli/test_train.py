@@ -22,7 +22,7 @@ from mixins.model import total_relative_error
 from mixins.patch import OTHERS
 from parameterized import parameterized
 from peft import AutoPeftModelForCausalLM, PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scripts.trainer_arms import TINY
 from transformers import (
     AutoModelForCausalLM,
@@ -517,6 +517,58 @@ class CommandTest(unittest.TestCase):
         self.assertGreater((got - before).abs().max(), 1e-2)
 
     @unittest.skipUnless("olmo_hybrid" in OTHERS, "this release has no such family")
+    def save_teacher(self, name="teacher", **sizes):
+        set_seed(1)
+        config = Qwen3_5TextConfig(**TEXT_CONFIG | {"hidden_size": 24} | sizes)
+        self.save(name, AutoModelForCausalLM.from_config(config))
+        return self.root / name
+
+    def test_a_teacher(self):
+        """Its divergence is a part of the loss and in the log, a resumed run keeps it, and nothing of it is saved."""
+        teacher = self.save_teacher()
+        options = ["--teacher", teacher, "--distill-beta=0.5", "--logging-steps=1", "--save-steps=1"]
+        out = self.succeeds(*options, "--max-steps=2", "--distill-weight=0.25")
+        self.assertIn(f"\nDistilling from Qwen3_5ForCausalLM of {teacher}, ", out)
+        self.assertIn("trains 0.75 x its own loss with 0.25 x the loss of the divergence from a teacher", out)
+        self.assertRegex(out, r"\nstep 2/2, epoch [0-9.]+: loss [0-9.]+, divergence 0.[0-9]+, ")
+        loss = self.trainers[-1].model.losses[-1]
+        self.assertEqual((loss.weight, loss.beta, loss.temperature), (0.25, 0.5, 1.0))
+        _, loading = AutoModelForCausalLM.from_pretrained(self.output, output_loading_info=True)
+        self.assertFalse(any(loading.values()), loading)
+        err = self.fails(*options, "--max-steps=3", "--distill-weight=0.5", "--resume")
+        self.assertIn("--resume: expected the settings of the run", err)
+        self.assertIn("got --distill-weight 0.5 instead of 0.25.", err)
+        out = self.succeeds(*options, "--max-steps=3", "--distill-weight=0.25", "--resume")
+        self.assertIn("\nstep 3/3, ", out)
+        # Without a tokenizer, nobody knows the ids of the teacher.
+        for path in teacher.glob("*token*"):
+            path.unlink()
+        out = self.succeeds("--teacher", teacher, "--max-steps=1", output=self.directory / "other")
+        self.assertIn(
+            "The ids of tokens are not compared with those of the teacher: --teacher: expected a tokenizer", out
+        )
+
+    def test_teachers_that_are_refused(self):
+        lacking = self.save_teacher("lacking")
+        weights = load_file(lacking / "model.safetensors")
+        del weights["model.norm.weight"]
+        save_file(weights, lacking / "model.safetensors", {"format": "pt"})
+        path = self.save_teacher("swapped") / "tokenizer.json"
+        tokens = json.loads(path.read_text())
+        words = tokens["model"]["vocab"]
+        words["a"], words["b"] = words["b"], words["a"]
+        path.write_text(json.dumps(tokens))
+        for message, arguments in (
+            ("--teacher: expected all weights of Qwen3_5ForCausalLM .* 1 missing", ["--teacher", lacking]),
+            ("got 300 words", ["--teacher", self.save_teacher("wide", vocab_size=300)]),
+            ("--teacher: .* got .*swapped with other ids of 2 tokens \\(a, b\\)", ["--teacher", path.parent]),
+            ("--teacher: expected a local directory or a model on the Hub, got .none.:", ["--teacher", "none"]),
+            ("expected a teacher with --?distill[-_]beta, got none", ["--distill-beta=0.5"]),
+            ("--mtp-only.* with teacher", ["--teacher", lacking, "--mtp-only"]),
+        ):
+            with self.subTest(message):
+                self.check_error(message, *arguments)
+
     def test_what_other_families_cannot_do(self):
         self.save("other", AutoModelForCausalLM.from_config(tiny_config("olmo_hybrid", vocab_size=264)))
         for option, message in (

@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.utils._pytree import tree_map
 
 from transformers_packed import patch_model
-from transformers_packed.models.losses import CrossEntropyLoss, RouterLoss
+from transformers_packed.models.losses import CrossEntropyLoss, RouterLoss, own_with
 
 
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -45,7 +45,9 @@ class WritesData:
 
 
 class ListTest(unittest.TestCase):
-    @parameterized.expand([((),), ((CrossEntropyLoss(0.5), RouterLoss()),), ((CrossEntropyLoss(),),)])
+    @parameterized.expand(
+        [((),), ((CrossEntropyLoss(0.5), RouterLoss()),), ((CrossEntropyLoss(),),), (own_with(0.5),)]
+    )
     def test_a_list_that_forwards_with_logits_would_not_train(self, losses):
         model = patch_model(builtin_model())
         model.losses = losses

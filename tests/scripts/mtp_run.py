@@ -15,7 +15,7 @@ from transformers_packed import PackedTrainer, PackedTrainingArguments
 BATCH = 4
 
 
-def build(folder, kind="alone", samples=None, model=None, **options):
+def build(folder, kind="alone", samples=None, model=None, teacher=None, **options):
     """A trainer whose steps have two batches: of two accumulated rows, of two processes, or of one row of both."""
     shares = {
         "alone": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": BATCH},
@@ -26,9 +26,8 @@ def build(folder, kind="alone", samples=None, model=None, **options):
     arguments = {"max_steps": 2, "mtp_loss_weight": 0.5, "train_sampling_strategy": "sequential", **OPTIONS, **shares}
     set_seed(0)
     model = model or Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TINY, mtp_num_hidden_layers=1))
-    return PackedTrainer(
-        model, PackedTrainingArguments(str(folder), **(arguments | options)), train_dataset=samples or Samples()
-    )
+    arguments = PackedTrainingArguments(str(folder), **(arguments | options))
+    return PackedTrainer(model, arguments, train_dataset=samples or Samples(), teacher=teacher)
 
 
 if __name__ == "__main__":

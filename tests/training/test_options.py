@@ -37,7 +37,7 @@ class DeclaredOnceTest(unittest.TestCase):
     def test_flags_have_the_defaults_and_the_help(self):
         declared = {x.name: x for x in fields(TrainingOptions)}
         actions = [action for action in parsers()[1]["train"]._actions if action.dest in {*declared} - {"max_length"}]
-        self.assertEqual(len(actions), 4)
+        self.assertEqual(len(actions), 7)
         for action in actions:
             option = declared[action.dest]
             self.assertEqual(action.default, option.default)
@@ -64,6 +64,14 @@ class CheckTest(unittest.TestCase):
             ({"sequence_parallel_attention": "gather"}, "above 1 with sequence_parallel_attention, got seq.*_size=1"),
             ({"sequence_parallel_gated_delta_rule": "heads"}, "above 1 with sequence_parallel_gated_delta_rule"),
             ({"cuda_graphs": True, "mtp_only": True}, "no mtp_only with cuda_graphs, got mtp_only=True"),
+            ({"teacher": "model", "mtp_only": True}, "no mtp_only with teacher, got mtp_only=True"),
+            (
+                {"distill_beta": 0.5, "distill_weight": 1.0},
+                "a teacher with distill_weight, distill_beta, got none. Pass a",
+            ),
+            ({"distill_beta": 1.5}, "distill_beta of 0 to 1, got 1.5"),
+            ({"distill_weight": 0.0}, "distill_weight of above 0 and up to 1, got 0.0"),
+            ({"distill_temperature": 0.0}, "distill_temperature of above 0, got 0.0"),
             (
                 {"cuda_graphs": True, "sequence_parallel_size": 2},
                 "sequence_parallel_size=1 with cuda_graphs, got .*=2",

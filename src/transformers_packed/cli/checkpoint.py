@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file
 
-from ..errors import input_error
+from ..errors import count, input_error
 from ..models.mtp import HEAD_FILE
 from .lines import shortened
 
@@ -77,6 +77,19 @@ def load_tokenizer(option: str, source: str, trust_remote_code: bool) -> PreTrai
         fix = "Save the tokenizer of the model there: tokenizer.save_pretrained(...)."
         raise input_error(f"a tokenizer in {source}", "none", fix, option=option)
     return tokenizer
+
+
+def check_same_ids(option: str, source: str, trusted: bool, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Raise a `ValueError` if a token of `tokenizer` has another id in that of `source`, or return why nobody knows."""
+    try:
+        theirs = load_tokenizer(option, source, trusted).get_vocab()
+    except (OSError, ValueError) as error:
+        return str(error)
+    others = [token for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number]
+    if others:
+        got = f"{source} with other ids of {count(len(others), 'token')} ({shortened(others)})"
+        raise input_error("the ids of the model's tokenizer", got, "Choose another teacher.", option=option)
+    return None
 
 
 def load_weights(option: str, source: str, auto: Any, **options) -> PreTrainedModel:

@@ -32,11 +32,12 @@ from ..models.cuda_graphs import graph_length, use_cuda_graphs
 from ..models.families import EXPERT_WEIGHTS, OWN, SIZED, family_of, sizes_of, titles
 from ..models.float8 import use_float8
 from ..models.lora import adapted_layers
+from ..models.losses import DivergenceLoss
 from ..models.mtp import find_head
 from ..models.mtp_head import check_declared
 from ..models.optimizers import OPTIMIZERS, check_optimizer
 from ..models.quantization import initialize_in_4bit, nf4
-from ..models.registry import registered
+from ..models.registry import inner_model, registered
 from ..models.releases import builds, use_one_gpu
 from ..models.versions import can_select_checkpoints, checkpointing_argument
 from ..ops.float8 import MULTIPLE, verify
@@ -46,7 +47,7 @@ from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.configure import configure_packing
 from ..training.optimizers import arguments_for, class_and_kwargs
 from ..training.warm_up import start_compiling
-from .checkpoint import has_own_code, load_tokenizer, load_weights, reading
+from .checkpoint import check_same_ids, has_own_code, load_tokenizer, load_weights, reading
 from .folder_trainer import RunFolderTrainer
 from .lines import duration, say
 from .process import raise_on_interrupt
@@ -56,6 +57,7 @@ from .run_folder import SETTINGS_FILE, check_same_settings, left, write_settings
 KEPT_CHECKPOINTS = 2
 # Settings that a resumed run must share, and that are stored only if they are set.
 _UNSET_BY_DEFAULT = "row_length", "experts", "load_in_4bit", "mtp", "mtp_only"
+_OF_TEACHER = "teacher", "distill_weight", "distill_beta", "distill_temperature"
 
 
 def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -> None:
@@ -74,7 +76,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     _check_optimizer(settings)
     _check_checkpoints(settings)
     # An adapter stores the path of its base model, so the path must be absolute.
-    source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
+    source, settings.teacher = map(_absolute, (settings.model, settings.teacher))
     config = supported_config(source, settings)
     tokenizer = load_tokenizer("--model", source, settings.trust_remote_code)
     samples = make_samples(
@@ -103,6 +105,8 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         if trains:
             check_head(config, option)
     check_vocabulary(model, samples)
+    if settings.teacher:
+        settings.options["teacher"] = load_teacher(settings, tokenizer, model)
     trainer = make_trainer(model, tokenizer, samples, settings, dtype)
     base = model.get_base_model() if settings.lora else model
     part = "" if config.get_text_config() is config else ", only its language model"
@@ -124,6 +128,10 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"at step {trainer.state.global_step}; {left(settings.output)}") from error
     _say_saved(settings)
+
+
+def _absolute(source: str) -> str:
+    return str(Path(source).resolve()) if source and Path(source).is_dir() else source
 
 
 def _adapters(settings: Namespace) -> str:
@@ -224,15 +232,16 @@ def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict
         "lora_rank": settings.lora_rank if settings.lora else None,
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
         **{name: value for name in _UNSET_BY_DEFAULT if (value := getattr(settings, name))},
+        **{name: getattr(settings, name) for name in _OF_TEACHER if settings.teacher},
         **({"sequence_parallel_size": size} if (size := settings.sequence_parallel_size) > 1 else {}),
         **{name: getattr(settings, name) for name in names},
     }
 
 
-def supported_config(source: str, settings: Namespace | None = None) -> PreTrainedConfig:
+def supported_config(source: str, settings: Namespace | None = None, option: str = "--model") -> PreTrainedConfig:
     """The configuration of a checkpoint that our causal language models support, with the options in `settings`."""
-    with reading("--model", source, "checkpoint"):
-        config = _supported_config(source)
+    with reading(option, source, "checkpoint"):
+        config = _supported_config(source, option)
     able = [family for family in OWN if family.has_graphs]
     has_graphs = family_of(config) in able
     has_experts = bool(sizes_of(config).mixtures)
@@ -248,7 +257,7 @@ def supported_config(source: str, settings: Namespace | None = None) -> PreTrain
     return config
 
 
-def _supported_config(source: str) -> PreTrainedConfig:
+def _supported_config(source: str, option: str) -> PreTrainedConfig:
     try:
         # Our classes need no code of the checkpoint.
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -258,7 +267,7 @@ def _supported_config(source: str) -> PreTrainedConfig:
     # The commands plan rows by the sizes of layers.
     if config is None or family_of(config) not in SIZED or not builds(AutoModelForCausalLM, config):
         fix = "Train other models with a Trainer and configure_packing."
-        raise input_error(f"a checkpoint of {titles(SIZED)}", f"{source}: {found}", fix, option="--model")
+        raise input_error(f"a checkpoint of {titles(SIZED)}", f"{source}: {found}", fix, option=option)
     return config
 
 
@@ -308,6 +317,24 @@ def load_model(source: str, settings: Namespace, dtype: torch.dtype) -> PreTrain
     with registered():
         model = load_weights("--model", source, AutoModelForCausalLM, **options)
     return with_adapters(model, settings) if settings.lora else model
+
+
+def load_teacher(settings: Namespace, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> PreTrainedModel:
+    """Our causal language model of `--teacher` for a model, with all of its weights, in the compute dtype."""
+    option, source = "--teacher", settings.teacher
+    supported_config(source, option=option)
+    if (why := check_same_ids(option, source, settings.trust_remote_code, tokenizer)) is not None:
+        say(f"The ids of tokens are not compared with those of the teacher: {why}")
+    options = {
+        "dtype": compute_dtype(settings.dtype),
+        "attn_implementation": settings.attn,
+        "trust_remote_code": False,
+    }
+    with registered():
+        teacher = load_weights(option, source, AutoModelForCausalLM, **options)
+    DivergenceLoss(teacher).check(inner_model(model))
+    say(f"Distilling from {type(teacher).__name__} of {source}, {teacher.num_parameters():,} parameters.")
+    return teacher
 
 
 def untrained_model(
@@ -451,6 +478,8 @@ class _Progress(TrainerCallback):
         if "loss" not in logs:
             return
         line = f"step {state.global_step}/{state.max_steps}, epoch {state.epoch:.2f}: loss {logs['loss']:.4f}"
+        if "divergence" in logs:
+            line += f", divergence {logs['divergence']:.4f}"
         if "mtp_loss" in logs:
             line += f", mtp loss {logs['mtp_loss']:.4f}"
         if "mtp_acceptance" in logs:

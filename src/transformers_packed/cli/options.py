@@ -140,6 +140,7 @@ def _of_packing(flag: str) -> dict[str, Any]:
     option = TrainingOptions.__dataclass_fields__[_dest(flag)]
     help = option.metadata["help"].removesuffix(".")
     kinds: dict[Any, dict[str, Any]] = {bool: {"action": "store_true"}, int: _COUNT}
+    kinds[float] = {"type": float, "metavar": "X"}
     kind = kinds.get(option.type, {"action": argparse.BooleanOptionalAction})
     return {"default": option.default, "help": help[0].lower() + help[1:], **kind}
 

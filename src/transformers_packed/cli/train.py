@@ -12,6 +12,7 @@ labels or a mask leave in.
     transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --row-length 8192
     transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --save-steps 100 --resume
     transformers-packed train --model tuned --data chats.jsonl --output drafting --mtp-only
+    transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output distilled --teacher Qwen/Qwen3.5-4B
 """
 
 import argparse
@@ -60,6 +61,11 @@ def add_options(parser: Parser) -> None:
     both = "also train the checkpoint's head of multi-token prediction, with 0.1 x its loss"
     head.add_argument("--mtp", action="store_true", help=both)
     shared("--mtp-only", to=head)
+    teacher = (
+        "checkpoint with the same vocabulary, often a larger one, whose next-token distributions are also targets"
+    )
+    add("--teacher", metavar="PATH|NAME", help=teacher)
+    shared("--distill-weight", "--distill-beta", "--distill-temperature")
     shared("--cuda-graphs", "--attn")
     dtype = "compute dtype; trained weights stay float32, but for some --optim (auto: bfloat16 on CUDA, else float32)"
     shared("--dtype", help=dtype)
@@ -96,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     args.batch_size = 1 if args.row_length else args.batch_size
     args.options = {x.name: getattr(args, x.name) for x in fields(TrainingOptions) if hasattr(args, x.name)}
     args.options |= {"packing": "pack" if args.row_length else "padding_free", "max_length": args.row_length}
-    args.options["mtp_loss_weight"] = MTP_LOSS_WEIGHT * args.mtp
+    args.options |= {"mtp_loss_weight": MTP_LOSS_WEIGHT * args.mtp, "teacher": args.teacher}
     Options(**args.options).check()
     # Before torch is imported, which takes seconds.
     checkpoint, damaged = find_checkpoint(args.output, args.resume)

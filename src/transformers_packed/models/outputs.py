@@ -24,7 +24,7 @@ from ..ops.autograd import is_transformed
 from ..ops.cross_entropy import shift_labels
 from ..parallel.shard import RowShard
 from .inputs import kept_tokens, mask_targets_across_documents
-from .losses import ITEMS, OWN, added, check_list, trains_trunk
+from .losses import ITEMS, OWN, added, check_list, own_weight, trains_trunk
 from .losses.head import is_plain, sum_of
 from .losses.loss import Loss, LossStep
 from .packed_model import PackedModelMixin, Switch
@@ -80,7 +80,8 @@ class LanguageModelMixin(PackedModelMixin):
         labels = labels if any(loss.is_own for loss in step.losses) else None
         stock = partial(super().forward, labels=labels, logits_to_keep=logits_to_keep)
         outputs = step.run(added(step.losses), lambda: stock(**inputs))
-        outputs.loss = sum_of([*([] if outputs.loss is None else [outputs.loss]), *step.terms()])
+        own = [] if outputs.loss is None else [own_weight(step.losses) * outputs.loss]
+        outputs.loss = sum_of([*own, *step.terms()])
         return outputs
 
     def forward_of_trl(self, score: Callable[..., Any], inputs: dict[str, Any]) -> Any:

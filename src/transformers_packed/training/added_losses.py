@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import reduce
+from accelerate.utils import fsdp2_prepare_model, reduce
 from transformers import TrainerCallback
 
 from ..errors import Rule, input_error
-from ..models.losses import losses_of
+from ..foreign import swapped
+from ..models.losses import added, losses_of, own_weight
 from ..models.losses.head import sum_of
 from ..models.losses.loss import Loss
 from ..models.registry import inner_model, patch_model
@@ -19,6 +20,15 @@ from .typed import Trainer
 def titles_of(losses: Iterable[Loss]) -> str:
     """Name these losses in an error."""
     return " and ".join(loss.title for loss in losses)
+
+
+def trained_by(losses: Iterable[Loss]) -> str:
+    """Say what trains, of losses of which some are added."""
+    ours, own = added(losses), own_weight(losses)
+    if not any(loss.is_own for loss in losses):
+        return f"only {titles_of(ours)}"
+    weighted = " and ".join(f"{loss.weight:g} x the loss of {loss.title}" for loss in ours)
+    return f"{'' if own == 1 else f'{own:g} x its own loss '}with {weighted}"
 
 
 def against_losses(facts: Facts) -> Iterator[Rule]:
@@ -35,22 +45,57 @@ def against_losses(facts: Facts) -> Iterator[Rule]:
     smooth = args.label_smoothing_factor
     yield smooth, loss, f"label_smoothing_factor={smooth}", f"Set it to 0, {remove}"
     yield args.torch_compile, f"{names} without torch.compile", "torch_compile=True", "Set it to False."
+    if any(loss.models for loss in facts.added):
+        yield from _against_other_models(facts, names)
 
 
-def train_losses(losses: tuple[Loss, ...], dtype: torch.dtype | None, model: torch.nn.Module) -> None:
+def _against_other_models(facts: Facts, names: str) -> Iterator[Rule]:
+    """The rules of losses that read other models, of which each process needs its own or a shard."""
+    trainer, fix = facts.trainer, "Use FSDP2, or copies of the model (DDP)."
+    yield trainer.is_deepspeed_enabled, f"{names} without DeepSpeed", "DeepSpeed", fix
+    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    yield plugin is not None and plugin.fsdp_version != 2, f"FSDP2 for {names}", "FSDP1", "Set fsdp_version to 2."
+    split = getattr(getattr(facts.model, "config", None), "distributed_config", None) is not None
+    got = "tensor parallelism" if trainer.get_tp_size() > 1 else "a DistributedConfig"
+    yield split, f"{names} with a model that is whole, or sharded by accelerate", got, fix
+
+
+def train_losses(
+    trainer: Trainer, losses: tuple[Loss, ...], dtype: torch.dtype | None, model: torch.nn.Module
+) -> None:
     """Let a model train these losses. If none of them is its own, only what they have added trains."""
-    patch_model(model)
+    inner: Any = inner_model(patch_model(model))
+    if not hasattr(type(inner), "losses"):
+        raise input_error(f"a language model of this package for {titles_of(losses)}", type(inner).__name__)
     for loss in losses:
+        for other in loss.models:
+            patch_model(other)
+        loss.check(inner)
         loss.prepare(model, dtype)
+        for other in loss.models:
+            _place(trainer, other)
     if all(loss.alone for loss in losses):
         modules = [module for loss in losses if (module := loss.trained_in(model)) is not None]
         trained = {x for module in modules for x in module.parameters()}
         for parameter in model.parameters():
             parameter.requires_grad_(parameter in trained and parameter.requires_grad)
-    inner: Any = inner_model(model)
-    if not hasattr(type(inner), "losses"):
-        raise input_error(f"a language model of this package for {titles_of(losses)}", type(inner).__name__)
     inner.losses = losses
+
+
+def _place(trainer: Trainer, model: Any) -> None:
+    """Put a model that losses read where the one that trains will be: on its device, or sharded as that is."""
+    accelerator = trainer.accelerator
+    if not trainer.is_fsdp_enabled:
+        # A quantized model, or one over several devices, is where it was loaded.
+        if getattr(model, "hf_device_map", None) is None:
+            model.to(trainer.args.device)
+        return
+    # The plugin keeps the classes of layers that it has found, and those of this model are others.
+    plugin = accelerator.state.fsdp_plugin
+    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
+    names = {type(module).__name__ for module in model.modules()}.intersection(model._no_split_modules or ())
+    with swapped(vars(plugin), auto_wrap_policy=policy, transformer_cls_names_to_wrap=sorted(names)):
+        fsdp2_prepare_model(accelerator, model)
 
 
 class ItemCounts:
@@ -91,7 +136,7 @@ class BesideScores:
             # Gradients are averaged over the processes, and targets are those of all of them, once per row.
             value = value * (args.world_size // self.trainer.get_tp_size())
         if any(loss.is_own for loss in inner.losses):
-            value = sum_of([result[0] if return_outputs else result, value])
+            value = sum_of([own_weight(inner.losses) * (result[0] if return_outputs else result), value])
         return (value, result[1]) if return_outputs else value
 
 

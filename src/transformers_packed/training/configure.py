@@ -2,9 +2,11 @@
 
 from typing import Any, cast
 
+import torch
 from transformers import Trainer
 
 from ..errors import input_error
+from ..models.registry import inner_model
 from ..models.releases import TRAINING, check_names
 from ..parallel_methods import AttentionMethod, DeltaRuleMethod
 from . import typed
@@ -26,6 +28,10 @@ def configure_packing(
     verify: bool = True,
     mtp_loss_weight: float = 0.0,
     mtp_only: bool = False,
+    teacher: Any = None,
+    distill_weight: float = 0.5,
+    distill_beta: float = 0.0,
+    distill_temperature: float = 1.0,
     sequence_parallel_size: int = 1,
     sequence_parallel_gated_delta_rule: DeltaRuleMethod = "state",
     sequence_parallel_attention: AttentionMethod | None = None,
@@ -96,6 +102,18 @@ def configure_packing(
             the checkpoint becomes a module of the model ([`add_mtp`]).
         mtp_only (`bool`, *optional*, defaults to `False`):
             Train only that head. The rest of the model is frozen and runs without gradients.
+        teacher (`PreTrainedModel`, *optional*):
+            Distill a model with the same vocabulary: also train the divergence of the model from it at all targets. The
+            teacher is frozen, patched, and moved to the device of the model, or sharded as the model is under FSDP2. It
+            reads the same rows. No checkpoint has it. Evaluation reports the loss of the model alone.
+        distill_weight (`float`, *optional*, defaults to 0.5):
+            The share of the divergence in the loss, `(1 - distill_weight) * loss + distill_weight * divergence`. With 1,
+            the labels only say which tokens are targets.
+        distill_beta (`float`, *optional*, defaults to 0.0):
+            The divergence: 0 is the forward `KL(teacher || model)`, 1 the reverse one, and what lies between the
+            generalized Jensen-Shannon divergence with this share of the teacher.
+        distill_temperature (`float`, *optional*, defaults to 1.0):
+            Divisor of all logits in the divergence, which is not multiplied by its square.
         sequence_parallel_size (`int`, *optional*, defaults to 1):
             The number of neighboring processes that share a row. Each computes a part of its tokens
             ([`SequenceParallel`]). Loss and gradients are those of the whole row, and so is the loss of an evaluation.
@@ -139,6 +157,11 @@ reference (causal convolution), per_document(sdpa) (attention)
     options = Options(**{name: value for name, value in locals().items() if name != "trainer"})
     if not isinstance(trainer, Trainer):
         raise input_error("a transformers.Trainer", type(trainer).__name__)
+    if teacher is not None:
+        if not isinstance(teacher, torch.nn.Module):
+            fix = "Load it: AutoModelForCausalLM.from_pretrained(...)."
+            raise input_error("a model as the teacher", type(teacher).__name__, fix)
+        options.teacher = inner_model(teacher)
     check_names(TRAINING)
     built = cast(typed.Trainer, trainer)
     earlier, callbacks = applied_to(built), list(built.callback_handler.callbacks)

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from ..data.collator import DataCollatorWithFlattening
 from ..data.documents import is_packed
 from ..data.samples import has_items
-from ..models.losses import LOSSES, OWN, added
+from ..models.losses import LOSSES, OWN, added, own_with
 from ..models.losses.loss import Loss
 from ..models.registry import transformers_model
 from .options import Options
@@ -140,6 +140,8 @@ def _losses(model: "transformers.PreTrainedModel | None", options: Options) -> t
         return asked
     # A stock model has no list, unless it was set before the model gets our classes.
     listed = OWN if model is None else vars(model).get("losses", OWN)
+    if options.teacher is not None:
+        listed = (*own_with(options.own_weight), *added(listed))
     # An option counts more than what the list says of the same loss.
     return (*(x for x in listed if not any(type(x) is type(loss) for loss in asked)), *asked)
 

@@ -29,6 +29,9 @@ class TrainingOptions:
     verify: bool = option(True, "Compare a few documents with a padded batch before the first step.")
     mtp_loss_weight: float = option(0.0, "Weight of the loss of the head of multi-token prediction.")
     mtp_only: bool = option(False, "Train only the head of multi-token prediction, with the rest frozen.")
+    distill_weight: float = option(0.5, "Share of the divergence from the teacher in the loss.")
+    distill_beta: float = option(0.0, "That divergence: 0 is forward KL, 1 reverse KL, between them Jensen-Shannon.")
+    distill_temperature: float = option(1.0, "Divisor of the logits of both models in that divergence.")
     sequence_parallel_size: int = option(1, "Processes that share a row, each a part of it; launch with torchrun.")
     sequence_parallel_gated_delta_rule: DeltaRuleMethod = option("state", "How they share linear-attention layers.")
     sequence_parallel_attention: AttentionMethod | None = option(None, "How they share full-attention layers.")
@@ -40,6 +43,7 @@ class Options(TrainingOptions):
 
     packing: Mode | bool = "auto"
     share_prompts: bool = False
+    teacher: Any = None
     plan_options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -53,6 +57,11 @@ class Options(TrainingOptions):
         return self.sequence_parallel_size != 1
 
     @property
+    def own_weight(self) -> float:
+        """The factor of the model's own losses beside that of a teacher."""
+        return 1.0 if self.teacher is None else 1 - self.distill_weight
+
+    @property
     def methods(self) -> dict[str, Any]:
         """How processes share layers, arguments of [`SequenceParallel`]."""
         attention = self.sequence_parallel_attention
@@ -64,6 +73,9 @@ class Options(TrainingOptions):
         for name, words, wrong in (
             ("packing", f"True, False or one of {modes}", self.mode not in modes),
             ("mtp_loss_weight", "0 or more", not self.mtp_loss_weight >= 0),
+            ("distill_beta", "0 to 1", not 0 <= self.distill_beta <= 1),
+            ("distill_weight", "above 0 and up to 1", not 0 < self.distill_weight <= 1),
+            ("distill_temperature", "above 0", not self.distill_temperature > 0),
             ("sequence_parallel_size", "1 or more", not is_size(self.sequence_parallel_size)),
             ("sequence_parallel_gated_delta_rule", rules, self.sequence_parallel_gated_delta_rule not in rules),
             ("sequence_parallel_attention", ways, self.sequence_parallel_attention not in ways),
@@ -74,6 +86,7 @@ class Options(TrainingOptions):
         packing, size = f"packing={self.packing!r}", f"sequence_parallel_size={self.sequence_parallel_size}"
         off, frozen = f"{packing} or padding_free=False", "mtp_only=True, whose trunk runs without gradients"
         shares, methods = self.shares_rows, [f"sequence_parallel_{x}" for x in self.methods]
+        distills = [f"distill_{x}" for x in ("weight", "beta", "temperature")]
         # When options are wrong, which ones, what they need, and what it is instead.
         for wrong, names, needed, got in (
             (self.mode != "pack", ["max_length", *sorted(self.plan_options)], "packing=True", packing),
@@ -84,7 +97,8 @@ class Options(TrainingOptions):
                 off,
             ),
             (not shares, methods, "sequence_parallel_size above 1", size),
-            (self.mtp_only, ["cuda_graphs"], "no mtp_only", frozen),
+            (self.mtp_only, ["cuda_graphs", "teacher"], "no mtp_only", frozen),
+            (self.teacher is None, distills, "a teacher", "none"),
             (shares, ["cuda_graphs"], "sequence_parallel_size=1", size),
         ):
             if wrong and (which := ", ".join(name for name in names if name in given | set(self.plan_options))):

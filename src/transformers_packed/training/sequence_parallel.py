@@ -179,8 +179,10 @@ def against_sharing(facts: Facts) -> Iterator[Rule]:
     yield from of_devices(facts)
     try:
         check_size(size)
-        if model is not None:
-            sizes = sizes_of(model.config, _ALONE)
+        # The teacher of a loss computes the same parts.
+        others = (other for loss in facts.added for other in loss.models)
+        for one in () if model is None else (model, *others):
+            sizes = sizes_of(one.config, _ALONE)
             check_methods(size, **options.methods, heads=sizes.heads, linear_heads=sizes.linear_heads)
     except ValueError as error:
         yield error

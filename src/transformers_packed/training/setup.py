@@ -25,7 +25,7 @@ from ..models.losses import trains_trunk
 from ..models.registry import check_patch, inner_model, patch_model, set_switches
 from ..models.releases import COUNT_ITEMS, KEPT_COLUMNS, kept_columns
 from ..models.replacements import REPLACEMENTS
-from .added_losses import BesideScores, ItemCounts, LossesCallback, against_losses, titles_of, train_losses
+from .added_losses import BesideScores, ItemCounts, LossesCallback, against_losses, train_losses, trained_by
 from .apply import Change, Prepare, Setup
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.neftune import DocumentNoise
@@ -107,7 +107,8 @@ def _setup(
         line += "; linear layers train in float8"
     if ours:
         # Small updates vanish in 16 bit.
-        prepare = [*prepare, partial(train_losses, facts.losses, torch.float32 if args.bf16 or args.fp16 else None)]
+        dtype = torch.float32 if args.bf16 or args.fp16 else None
+        prepare = [*prepare, partial(train_losses, trainer, facts.losses, dtype)]
         callbacks = [LossesCallback(), *callbacks]
         changes += Change.of(trainer, **{COUNT_ITEMS: ItemCounts(getattr(trainer, COUNT_ITEMS), ours)})
         if facts.record.scores_tokens:
@@ -123,8 +124,7 @@ def _setup(
         changes += Change.of(handler, callbacks=callbacks)
     line += end
     if ours:
-        weighted = " and ".join(f"{loss.weight:g} x the loss of {loss.title}" for loss in ours)
-        line += f"; trains {f'with {weighted}' if len(ours) < len(facts.losses) else f'only {titles_of(ours)}'}"
+        line += f"; trains {trained_by(facts.losses)}"
     models = facts.models if mode == "batches" else (trainer.model,)
     return Setup(mode, line, facts, models, tuple(prepare), tuple(changes), **more)
 

@@ -37,6 +37,8 @@ class PackedTrainingArguments(TrainingOptions, TrainingArguments):
             Maximum number of tokens per packed row.
         float8, cuda_graphs, verify, mtp_loss_weight, mtp_only:
             As in [`configure_packing`].
+        distill_weight, distill_beta, distill_temperature:
+            As in [`configure_packing`]. The teacher is an argument of [`PackedTrainer`].
         sequence_parallel_size, sequence_parallel_gated_delta_rule, sequence_parallel_attention:
             As in [`configure_packing`].
         compile_before_training (`bool`, *optional*, defaults to `True`):
@@ -80,6 +82,8 @@ class PackedTrainer(typed.Trainer):
     Args:
         sequence_parallel_size (`int`, *optional*):
             As in [`configure_packing`], for use with arguments that do not have it.
+        teacher (`PreTrainedModel`, *optional*):
+            As in [`configure_packing`].
 
     Raises:
         `ValueError`: the requested mode is not possible, or the model does not support `float8=True`.
@@ -102,7 +106,7 @@ class PackedTrainer(typed.Trainer):
     ```
     """
 
-    def __init__(self, *args: Any, sequence_parallel_size: int | None = None, **kwargs: Any):
+    def __init__(self, *args: Any, sequence_parallel_size: int | None = None, teacher: Any = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._evaluated: list[torch.Tensor] = []
         self._full: tuple[int, int] | None = None
@@ -112,7 +116,7 @@ class PackedTrainer(typed.Trainer):
             options["max_length"] = None
         if sequence_parallel_size is not None:
             options["sequence_parallel_size"] = sequence_parallel_size
-        configure_packing(self, packing, **options)
+        configure_packing(self, packing, teacher=teacher, **options)
         if getattr(self.args, "compile_before_training", True):
             self.callback_handler.callbacks.insert(0, WarmUpCallback(self))
 

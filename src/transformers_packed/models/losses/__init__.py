@@ -28,12 +28,24 @@ def losses_of(model: torch.nn.Module) -> tuple[Loss, ...]:
     return next((module.losses for module in found), ())
 
 
+def own_with(weight: float) -> tuple[Loss, ...]:
+    """Return the losses of `OWN` with this weight, and none with 0."""
+    return tuple(type(loss)(weight) for loss in OWN) if weight else ()
+
+
+def own_weight(losses: Iterable[Loss]) -> float:
+    """Return the weight of those that the stock model computes too, which [`check_list`] has found to be one."""
+    return next((loss.weight for loss in losses if loss.is_own), 1.0)
+
+
 def check_list(losses: tuple[Loss, ...]) -> None:
     """Raise a `ValueError` for a list that a forward with logits would not train, since it computes all of `OWN`."""
-    own = [(type(loss), loss.weight) for loss in losses if loss.is_own]
-    if not losses or own and own != [(type(loss), 1.0) for loss in OWN]:
+    own, weight = [(type(loss), loss.weight) for loss in losses if loss.is_own], own_weight(losses)
+    is_whole = own == [(type(loss), weight) for loss in OWN] and (weight == 1 or bool(added(losses)))
+    if not losses or own and not is_whole:
         names = ", ".join(f"{loss.title} ({loss.weight})" for loss in losses) or "none"
-        raise input_error("model.losses with all of OWN and weight 1, or with other losses alone", names)
+        expected = "model.losses with all of OWN and weight 1, or one weight beside other losses, or with others alone"
+        raise input_error(expected, names)
 
 
 def added(losses: Iterable[Loss]) -> list[Loss]:

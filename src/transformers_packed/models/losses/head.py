@@ -90,18 +90,23 @@ def _loss_of(lm_head: Any, one: Prediction) -> torch.Tensor:
     return loss
 
 
+def with_weight(lm_head: Any, compute: Callable[[torch.Tensor], Any], hidden_states: torch.Tensor) -> Any:
+    """Return `compute(hidden_states)`, which reads the weight of a plain head."""
+    if is_bare_linear(lm_head):
+        return compute(hidden_states)
+    # FSDP2 and ZeRO-3 gather the weight only around the head's forward, so that forward must compute the loss.
+    with swapped(vars(lm_head), forward=compute):
+        return lm_head(hidden_states)
+
+
 def head_loss(lm_head: Any, hidden_states: torch.Tensor, targets: torch.Tensor, **options: Any) -> Any:
     """Call [`linear_cross_entropy`] with a language modeling head, or the head if its weight does not say what it does."""
 
     def loss_of(hidden_states: torch.Tensor) -> Any:
         return linear_cross_entropy(hidden_states, lm_head.weight, targets, lm_head.bias, **options)
 
-    if is_bare_linear(lm_head):
-        return loss_of(hidden_states)
-    if is_sharded_linear(lm_head):
-        # FSDP2 and ZeRO-3 gather the weight only around the head's forward, so that forward must compute the loss.
-        with swapped(vars(lm_head), forward=loss_of):
-            return lm_head(hidden_states)
+    if is_plain(lm_head):
+        return with_weight(lm_head, loss_of, hidden_states)
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     kept = (targets.flatten() != -100).nonzero()[:, 0]
     logits = lm_head(rows.index_select(0, kept)).float()

@@ -12,13 +12,14 @@ import torch
 
 from ...boundaries import PACKING_KEYWORDS
 from ...errors import input_error
+from ...foreign import swapped
 from ...ops.cross_entropy import TargetCount, shift_labels
 from ...ops.divergence import linear_divergence
 from ...parallel.shard import RowShard
 from ..inputs import kept_tokens
 from ..trunk_row import TrunkRow, fill_ends
-from ..untouched import is_bare_linear
-from .head import Prediction, weighted_sum
+from ..untouched import is_fsdp
+from .head import Prediction, is_plain, weighted_sum, with_weight
 
 
 # What a batch, or the inputs of a trunk, say of tokens and their documents.
@@ -89,6 +90,9 @@ class Loss:
     def figures(self, *sums: float) -> dict[str, float]:
         """Return what to log, of the sums over all forwards and processes since the last log."""
         return {}
+
+    def check(self, model: Any) -> None:
+        """Raise a `ValueError` for a language model that cannot train the loss."""
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype | None) -> None:
         """Add to a model what the loss trains. `dtype` is that of new parameters, by default that of the model."""
@@ -237,11 +241,13 @@ class RouterLoss(Loss):
 class DivergenceLoss(Loss):
     """The divergence of a model from a teacher with the same vocabulary, at the tokens that predict a target.
 
-    The teacher reads the same packed rows, in eval mode and without gradients. Its logits are never kept.
+    The teacher reads the same packed rows, in eval mode and without gradients. Its logits are never kept. It is no part of
+    the model: no optimizer and no checkpoint sees it.
 
     Args:
         teacher (`PreTrainedModel`):
-            A language model with classes of this package. It is frozen, and belongs on the device of the model.
+            A language model. A Trainer freezes it, patches it, and puts it on the device of the model. Elsewhere, call
+            `patch_model(teacher).eval()`.
         weight (`float`, *optional*, defaults to 1.0):
             The factor of the loss in the sum.
         beta (`float`, *optional*, defaults to 0.5), temperature (`float`, *optional*, defaults to 1.0):
@@ -254,10 +260,13 @@ class DivergenceLoss(Loss):
 
     def __init__(self, teacher: Any, weight: float = 1.0, beta: float = 0.5, temperature: float = 1.0):
         super().__init__(weight)
-        if not hasattr(type(teacher), "losses"):
-            expected = "a teacher that is a language model of this package"
-            raise input_error(expected, type(teacher).__name__, "Call patch_model(teacher).")
-        self.teacher, self.beta, self.temperature = teacher.eval().requires_grad_(False), beta, temperature
+        self.teacher, self.beta, self.temperature = teacher, beta, temperature
+
+    @classmethod
+    def of_options(cls, options: Any) -> "DivergenceLoss | None":
+        if options.teacher is None:
+            return None
+        return cls(options.teacher, options.distill_weight, options.distill_beta, options.distill_temperature)
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
@@ -267,26 +276,53 @@ class DivergenceLoss(Loss):
     def targets_of(batch: Mapping[str, Any]) -> torch.Tensor | None:
         return shifted_labels(batch)
 
+    def check(self, model: Any) -> None:
+        if self.teacher is model:
+            fix = "Load it again, or copy it: copy.deepcopy(model)."
+            raise input_error("a teacher beside the model", "the model itself, which trains", fix)
+        if not hasattr(type(self.teacher), "losses"):
+            expected = "a teacher that is a language model of this package"
+            raise input_error(expected, type(self.teacher).__name__, "Call patch_model(teacher).")
+        heads = model.lm_head, self.teacher.lm_head
+        for head in heads:
+            if not is_plain(head):
+                raise input_error(f"plain linear heads for {self.title}", type(head).__name__)
+        own, taught = (len(head.weight) for head in heads)
+        if own != taught:
+            expected = f"a teacher with the {own:,} words of the model's vocabulary"
+            fix = "If their tokenizers are the same, and only the padding of the embeddings differs: "
+            fix += f"resize_token_embeddings({min(own, taught)})."
+            raise input_error(expected, f"{taught:,} words", fix)
+
+    def prepare(self, model: torch.nn.Module, dtype: torch.dtype | None) -> None:
+        """Freeze the teacher."""
+        self.teacher.eval().requires_grad_(False)
+
     def begin(self, step: LossStep) -> Any:
+        if self.teacher.training:
+            raise input_error("a teacher in eval mode", "one in training mode", "Call teacher.eval().")
         if step.inputs.get("input_ids") is None or step.inputs.get("pixel_values") is not None:
             raise input_error(f"tokens without images for {self.title}", "embeddings or images")
-        for head in (step.model.lm_head, self.teacher.lm_head):
-            if not is_bare_linear(head):
-                raise input_error(f"plain linear heads for {self.title}", type(head).__name__)
+        self.check(step.model)
         shifted: Any = self.targets_of({**step.inputs, "labels": step.labels})
         row = step.read_trunk()
+        tokens = {name: x for name, x in step.inputs.items() if name in TOKENS}
         with torch.no_grad():
-            tokens = {name: x for name, x in step.inputs.items() if name in TOKENS}
-            taught = self.teacher.model(**tokens, use_cache=False).last_hidden_state
+            taught = _trunk_of(self.teacher, {**tokens, "use_cache": False})
 
         def finish(step: LossStep) -> torch.Tensor:
             is_target = fill_ends(row.of_row(shifted), row.boundaries, -100) != -100
             number, items = is_target.sum(), step.items[self.items]
-            student, teacher = step.model.lm_head, self.teacher.lm_head
-            call = row.hidden_states, student.weight, row.of_row(taught), teacher.weight, is_target
-            options: dict[str, Any] = {"beta": self.beta, "temperature": self.temperature}
-            options["num_items_in_batch"] = items = number if items is None else items
-            loss = linear_divergence(*call, student.bias, teacher.bias, **options)
+            items = number if items is None else items
+            options: dict[str, Any] = {"beta": self.beta, "temperature": self.temperature, "num_items_in_batch": items}
+            head, of_teacher = step.model.lm_head, row.of_row(taught)
+            weight, bias = (_whole(x, of_teacher) for x in (self.teacher.lm_head.weight, self.teacher.lm_head.bias))
+
+            def compute(hidden_states: torch.Tensor) -> torch.Tensor:
+                call = hidden_states, head.weight, of_teacher, weight, is_target, head.bias, bias
+                return linear_divergence(*call, **options)
+
+            loss = with_weight(head, compute, row.hidden_states)
             self.note(loss * torch.as_tensor(items, device=loss.device).clamp(min=1), number)
             return loss
 
@@ -294,3 +330,31 @@ class DivergenceLoss(Loss):
 
     def figures(self, *sums: float) -> dict[str, float]:
         return {"divergence": round(sums[0] / sums[1], 4)} if sums[1] else {}
+
+
+def _trunk_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """The last hidden states of a language model. All of its weights are sharded again afterwards, if they were."""
+    if not is_fsdp(model):
+        return model.model(**inputs).last_hidden_state
+    head = model.lm_head
+
+    def trunk(**inputs: Any) -> torch.Tensor:
+        hidden_states = model.model(**inputs).last_hidden_state
+        # accelerate lets FSDP2 gather the head with the last norm, and a group ends when all of it has run.
+        with swapped(vars(head), forward=lambda x: x):
+            return head(hidden_states)
+
+    # Weights outside of the layers are gathered around the forward of the whole model, and stay so for a backward.
+    with swapped(vars(model), forward=trunk):
+        hidden_states = model(**inputs)
+    for unit in (model, head):
+        if is_fsdp(unit):
+            unit.reshard()
+    return hidden_states
+
+
+def _whole(weight: Any, like: torch.Tensor) -> Any:
+    """A weight in the dtype of its input, gathered if FSDP2 has sharded it."""
+    if hasattr(weight, "full_tensor"):
+        weight = weight.detach().to(like.device, like.dtype).full_tensor()
+    return weight
