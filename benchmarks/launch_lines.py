@@ -109,7 +109,7 @@ def launches(vision: bool) -> list[Launch]:
     full, shards = fsdp2("FULL_STATE_DICT"), fsdp2("SHARDED_STATE_DICT")
     torchrun = "torchrun --nproc_per_node 2"
     cli = f"{torchrun} --no-python {TRAIN}"
-    share = " --sequence_parallel_size 2"
+    share, teacher = " --sequence_parallel_size 2", " --teacher CHECKPOINT"
     images = SHORT.replace("--model CHECKPOINT ", "--model VISION " if vision else "")
     answers = "--model CHECKPOINT --output OUTPUT --max-steps 5 --max-length 32"
     text, seen = {"saved": "CHECKPOINT"}, {"saved": "VISION", "lower": False} if vision else {}
@@ -151,6 +151,9 @@ def launches(vision: bool) -> list[Launch]:
         Launch("lora/one", f"python {example('lora', 4)}", **text),
         Launch("experts/ep", f"{torchrun} {example('experts', 2, short=own)}", like="experts/one", lower=False),
         Launch("experts/one", f"python {example('experts', 4, short=own)}", lower=False),
+        Launch("distillation/ddp", f"{DDP} {example('distillation', 2, teacher)}", like="distillation/one", **text),
+        Launch("distillation/fsdp2", f"{full} {example('distillation', 2, teacher)}", like="distillation/one", **text),
+        Launch("distillation/one", f"python {example('distillation', 4, teacher)}", **text),
         Launch("dpo/ddp", f"{DDP} {example('dpo', 2)}", like="dpo/one", lower=False, **text),
         Launch("dpo/one", f"python {example('dpo', 4)}", lower=False, **text),
         Launch(

@@ -106,6 +106,14 @@ def tiny_checkpoint(experts: bool = False) -> str:
     return _directory.name
 
 
+def tiny_teacher() -> Qwen3_5ForCausalLM:
+    """Make a wider Qwen3.5 with random weights and the vocabulary of `tiny_checkpoint`."""
+    set_seed(1)
+    config = text_config()
+    config.hidden_size = 128
+    return Qwen3_5ForCausalLM(config)
+
+
 def chats(number: int = 200) -> Dataset:
     """Chats about short and long sums."""
     random, rows = np.random.default_rng(0), []

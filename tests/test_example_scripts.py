@@ -38,6 +38,10 @@ SCRIPTS = {
         "model.safetensors",
     ),
     "lora": ([r"Packing on: fill \d\d\.\d%, .* rows of at most 1,024 tokens", *PACKED], "adapter_model.safetensors"),
+    "distillation": (
+        [*PADDING_FREE, r"trains 0.5 x its own loss with 0.5 x the loss of the divergence", r"'divergence': '0"],
+        "model.safetensors",
+    ),
     "dpo": ([*SHARED, r"'rewards/margins': "], "adapter_model.safetensors"),
     "grpo": ([*SHARED, r"'rewards/short_answers/mean': "], "model.safetensors"),
     "sequence_parallel": (

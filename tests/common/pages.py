@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKPOINT = "Qwen/Qwen3.5-0.8B"
+CHECKPOINT, TEACHER = "Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-4B"
 # Families without classes of their own in this package, and another one with them.
 OTHER_CHECKPOINTS = {
     "LiquidAI/LFM2-350M": "lfm2",
@@ -82,6 +82,7 @@ def make_files(folder: Path) -> None:
     tokenizer.chat_template = chat_template_utils.qwen3_5_nothink_chat_template
     for part in (tokenizer, processor.image_processor):
         part.save_pretrained(folder / CHECKPOINT)
+    shutil.copytree(folder / CHECKPOINT, folder / TEACHER)
     for name, family in OTHER_CHECKPOINTS.items():
         tiny_model(family, vocab_size=len(tokenizer)).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
