@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from common.families import tiny_config
 from common.processes import FSDP_ON_CPU
 from common.trl_trainers import HAS_TRL, sft_trainer
 from mixins.configure import ConfigureTestCase, llama, said
@@ -17,24 +18,34 @@ from parameterized import parameterized
 from peft import LoraConfig, get_peft_model
 from scripts.mtp_run import BATCH
 from scripts.teacher_run import DISTILL, build, make_model
-from scripts.trainer_arms import Samples, collate_padded, run_in_two_processes, updates_and_log
+from scripts.trainer_arms import TINY, Samples, collate_padded, run_in_two_processes, updates_and_log
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    set_seed,
+)
 
-from transformers_packed import configure_packing
+from transformers_packed import configure_packing, unpatch_model
 
 
 if HAS_TRL:
     from scripts.configured_arms import tokenizer
 
 
-def stepped(samples, beta, weight, temperature, **sizes):
+OPTIONS = "beta", "weight", "temperature"
+
+
+def stepped(samples, beta, weight, temperature, teacher=None):
     """The loss, the divergence and the gradients of stock models on documents alone, from whole logits."""
-    student, teacher = make_model(**sizes), make_model(1, hidden_size=24)
+    student, teacher = make_model(), teacher or make_model(1, hidden_size=24)
     losses, divergences = [], []
     for sample in samples:
         ids, targets = torch.tensor([sample["input_ids"]]), torch.tensor(sample["labels"])[1:]
         logits = student(ids).logits[0, :-1][targets != -100]
         with torch.no_grad():
-            p = (teacher(ids).logits[0, :-1][targets != -100] / temperature).softmax(-1)
+            p = (teacher(ids, use_cache=False).logits[0, :-1][targets != -100] / temperature).softmax(-1)
         q = (logits / temperature).softmax(-1)
         m = beta * p + (1 - beta) * q
         of_teacher, of_student = p * (p.log() - m.log()), q * (q.log() - m.log())
@@ -66,8 +77,8 @@ class StepTest(ConfigureTestCase):
         before = copy.deepcopy(teacher.state_dict())
         said_first, trainer = said(lambda: build(self.directory, teacher=teacher, **options))
         said_then, (updates, log) = said(lambda: updates_and_log(trainer))
-        beta, weight, temperature = (options[f"distill_{x}"] for x in ("beta", "weight", "temperature"))
-        loss, divergence, gradients = stepped(Samples().rows[: 2 * BATCH], beta, weight, temperature)
+        weight, samples = options["distill_weight"], Samples().rows[: 2 * BATCH]
+        loss, divergence, gradients = stepped(samples, *(options[f"distill_{x}"] for x in OPTIONS))
         expected = {name: -trainer.args.learning_rate * x for name, x in gradients.items()}
         self.assertLess(total_relative_error(updates, expected), 1e-5)
         self.assertAlmostEqual(log[0]["loss"], loss, places=4)
@@ -83,10 +94,48 @@ class StepTest(ConfigureTestCase):
         seen = {id(x) for x in trainer.model.parameters()} | {id(x) for x in trainer.model.modules()}
         self.assertTrue(seen.isdisjoint(map(id, [*teacher.parameters(), *teacher.modules()])))
 
+    def test_a_teacher_that_leaks(self):
+        """The loss of the check before the first step shows it."""
+        teacher = make_model(1)
+        teacher.model.layers[0].register_forward_hook(lambda *args: args[-1] + args[-1].mean(1, keepdim=True))
+        trainer = build(self.directory, teacher=teacher)
+        with self.assertRaisesRegex(ValueError, "expected the loss .* of the padded batch"):
+            said(trainer.train)
+
     def test_evaluation_is_that_of_the_model_alone(self):
         trainer = build(self.directory)
         found = trainer.evaluate(Samples().rows[:6])["eval_loss"]
         self.assertAlmostEqual(found, stepped(Samples().rows[:6], 0.5, 0.0, 1.0)[0], places=4)
+
+    @parameterized.expand(["qwen3_5_moe_text", "olmo_hybrid", "4 bit"])
+    def test_teachers(self, kind):
+        """Of other families, and quantized."""
+        set_seed(1)
+        if kind == "4 bit":
+            make_model(1).save_pretrained(self.directory)
+            options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "device_map": {"": "cpu"}}
+            teacher = AutoModelForCausalLM.from_pretrained(self.directory, **options)
+        else:
+            teacher = AutoModelForCausalLM.from_config(tiny_config(kind, vocab_size=61, initializer_range=0.05))
+        with mock.patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False):
+            trainer = build(self.directory, teacher=teacher)
+            _, (updates, log) = said(lambda: updates_and_log(trainer))
+            samples, options = Samples().rows[: 2 * BATCH], (DISTILL[f"distill_{x}"] for x in OPTIONS)
+            loss, divergence, gradients = stepped(samples, *options, teacher=unpatch_model(teacher))
+        expected = {name: -trainer.args.learning_rate * x for name, x in gradients.items()}
+        self.assertLess(total_relative_error(updates, expected), 1e-5)
+        self.assertAlmostEqual(log[0]["divergence"], divergence, places=3)
+
+    def test_beside_a_head_of_multi_token_prediction(self):
+        """Three losses, of which two share a product with the vocabulary."""
+        set_seed(0)
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TINY, mtp_num_hidden_layers=1))
+        trainer = build(self.directory, model=model, mtp_loss_weight=0.5)
+        told, (_, log) = said(lambda: updates_and_log(trainer))
+        own = log[0]["loss"] - 0.5 * log[0]["mtp_loss"] - 0.4 * log[0]["divergence"]
+        evaluated = trainer.evaluate(Samples().rows[: 2 * BATCH])["eval_loss"]
+        self.assertAlmostEqual(own / 0.6, evaluated, delta=0.3)
+        self.assertIn("Verified packing", told)
 
     @parameterized.expand([("padded", {"padding_free": False}), ("bfloat16", {})])
     def test_other_batches(self, name, options):
