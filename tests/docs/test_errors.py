@@ -216,6 +216,16 @@ def of_mtp() -> Calls:
     yield lambda: configure_packing(trainer, mtp_loss_weight=0.1)
 
 
+def of_teachers() -> Calls:
+    trainer, longer = make_trainer(), tiny_model("qwen3_5_text")
+    longer.resize_token_embeddings(264)
+    yield lambda: configure_packing(trainer, teacher=longer)
+    yield lambda: configure_packing(trainer, teacher=tiny_model("llama"))
+    yield lambda: configure_packing(trainer, teacher=trainer.model)
+    yield lambda: configure_packing(trainer, teacher="Qwen/Qwen3.5-4B")
+    yield lambda: configure_packing(make_trainer(kind=WithOwnLoss), teacher=longer)
+
+
 def of_ops() -> Calls:
     yield lambda: gated_delta_rule(*HEADS, boundaries=LENGTHS, initial_state=torch.zeros(1, 2, 8, 8))
     yield lambda: gated_delta_rule(*HEADS, boundaries=LENGTHS, impl="flash")
@@ -233,6 +243,7 @@ SECTIONS = {
     "A packed run does not resume": of_resumed_runs,
     "Preferences and shared prompts": of_preferences,
     "A head of multi-token prediction does not train": of_mtp,
+    "A teacher does not fit": of_teachers,
     "An op refuses a call": of_ops,
 }
 

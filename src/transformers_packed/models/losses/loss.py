@@ -282,7 +282,8 @@ class DivergenceLoss(Loss):
             raise input_error("a teacher beside the model", "the model itself, which trains", fix)
         if not hasattr(type(self.teacher), "losses"):
             expected = "a teacher that is a language model of this package"
-            raise input_error(expected, type(self.teacher).__name__, "Call patch_model(teacher).")
+            fix = "Call patch_model(teacher), if its family has classes of its own here."
+            raise input_error(expected, type(self.teacher).__name__, fix)
         heads = model.lm_head, self.teacher.lm_head
         for head in heads:
             if not is_plain(head):
@@ -290,8 +291,8 @@ class DivergenceLoss(Loss):
         own, taught = (len(head.weight) for head in heads)
         if own != taught:
             expected = f"a teacher with the {own:,} words of the model's vocabulary"
-            fix = "If their tokenizers are the same, and only the padding of the embeddings differs: "
-            fix += f"resize_token_embeddings({min(own, taught)})."
+            fix = "If they have one tokenizer, and only the padding of the embeddings differs, call "
+            fix += f"resize_token_embeddings({min(own, taught)}) on the larger one."
             raise input_error(expected, f"{taught:,} words", fix)
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype | None) -> None:
