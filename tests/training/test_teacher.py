@@ -194,6 +194,8 @@ class RefusedTest(ConfigureTestCase):
         """With the reason, and nothing has changed."""
         hooked = make_model(1)
         hooked.lm_head.register_forward_hook(lambda *args: None)
+        elsewhere = make_model(1).to("meta")
+        elsewhere.hf_device_map = {"": "meta"}
         model = make_model()
         fsdp = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
         for message, teacher, changes in (
@@ -202,6 +204,7 @@ class RefusedTest(ConfigureTestCase):
             ("a teacher that is a language model of this package, got LlamaForCausalLM", llama(), {}),
             ("a teacher beside the model, got the model itself", model, {}),
             ("plain linear heads for the divergence", hooked, {}),
+            ("a teacher on cpu, got its head on meta", elsewhere, {}),
             ("without DeepSpeed, got DeepSpeed", make_model(1), {"is_deepspeed_enabled": True}),
             ("FSDP2 for the divergence .*, got FSDP1", make_model(1), {"is_fsdp_enabled": True, "accelerator": fsdp}),
             ("got a custom compute_loss. Remove", make_model(1), {"compute_loss": lambda *x: None}),

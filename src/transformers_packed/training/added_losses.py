@@ -89,6 +89,9 @@ def _place(trainer: Trainer, model: Any) -> None:
         # A quantized model, or one over several devices, is where it was loaded.
         if getattr(model, "hf_device_map", None) is None:
             model.to(trainer.args.device)
+        here, device = torch.empty(0, device=trainer.args.device).device, model.get_output_embeddings().weight.device
+        if device != here:
+            raise input_error(f"a teacher on {here}", f"its head on {device}", "Load it there, by its device_map.")
         return
     # The plugin keeps the classes of layers that it has found, and those of this model are others.
     plugin = accelerator.state.fsdp_plugin

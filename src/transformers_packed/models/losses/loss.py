@@ -13,6 +13,7 @@ import torch
 from ...boundaries import PACKING_KEYWORDS
 from ...errors import input_error
 from ...foreign import swapped
+from ...ops.autograd import compute_dtype
 from ...ops.cross_entropy import TargetCount, shift_labels
 from ...ops.divergence import linear_divergence
 from ...parallel.shard import RowShard
@@ -316,8 +317,9 @@ class DivergenceLoss(Loss):
             number, items = is_target.sum(), step.items[self.items]
             items = number if items is None else items
             options: dict[str, Any] = {"beta": self.beta, "temperature": self.temperature, "num_items_in_batch": items}
-            head, of_teacher = step.model.lm_head, row.of_row(taught)
-            weight, bias = (_whole(x, of_teacher) for x in (self.teacher.lm_head.weight, self.teacher.lm_head.bias))
+            head, source = step.model.lm_head, self.teacher.lm_head
+            weight, bias = (_whole(x, taught) for x in (source.weight, source.bias))
+            of_teacher = row.of_row(taught).to(weight.dtype)
 
             def compute(hidden_states: torch.Tensor) -> torch.Tensor:
                 call = hidden_states, head.weight, of_teacher, weight, is_target, head.bias, bias
@@ -355,7 +357,7 @@ def _trunk_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def _whole(weight: Any, like: torch.Tensor) -> Any:
-    """A weight in the dtype of its input, gathered if FSDP2 has sharded it."""
+    """A weight, gathered in the dtype of its product with `like` if FSDP2 has sharded it."""
     if hasattr(weight, "full_tensor"):
-        weight = weight.detach().to(like.device, like.dtype).full_tensor()
+        weight = weight.detach().to(like.device, compute_dtype(like)).full_tensor()
     return weight
