@@ -180,7 +180,7 @@ def against_sharing(facts: Facts) -> Iterator[Rule]:
     try:
         check_size(size)
         # The teacher of a loss computes the same parts.
-        others = (other for loss in facts.added for other in loss.models)
+        others: Iterator[Any] = (other for loss in facts.added for other in loss.models)
         for one in () if model is None else (model, *others):
             sizes = sizes_of(one.config, _ALONE)
             check_methods(size, **options.methods, heads=sizes.heads, linear_heads=sizes.linear_heads)
