@@ -225,6 +225,10 @@ def refusals():
     if dist.get_rank() == 1:
         mixed.train_dataset = mixed.train_dataset[::-1]
     messages.append(error_of(mixed.train))
+    # Of a teacher.
+    odd = {"sequence_parallel_gated_delta_rule": "heads", "teacher": AutoModelForCausalLM.from_config(odd_heads())}
+    options = Options(packing="pack", sequence_parallel_size=2, **odd)
+    messages.append(str(first_error(against_sharing(Facts.of(trainer, options)))))
     trainer.accelerator.state.parallelism_config = mock.Mock(cp_size=2, sp_size=1)
     options = Options(packing="pack", sequence_parallel_size=2)
     messages.append(str(first_error(against_sharing(Facts.of(trainer, options)))))
@@ -328,6 +332,7 @@ class SequenceParallelTrainerTest(unittest.TestCase):
             'attention="gather"',
             "got llama",
             "parts of different rows",
+            'gated_delta_rule="state"',
             "cp_size=2.*Pass sequence_parallel_size=2 to configure_packing",
         ]
         for messages in run_processes(refusals, 2):

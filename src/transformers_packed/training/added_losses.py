@@ -97,7 +97,13 @@ def _place(trainer: Trainer, model: Any) -> None:
     plugin = accelerator.state.fsdp_plugin
     policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
     names = {type(module).__name__ for module in model.modules()}.intersection(model._no_split_modules or ())
-    with swapped(vars(plugin), auto_wrap_policy=policy, transformer_cls_names_to_wrap=sorted(names)):
+    # A layer that waits for its backward would stay whole.
+    changed = {
+        "auto_wrap_policy": policy,
+        "transformer_cls_names_to_wrap": sorted(names),
+        "reshard_after_forward": True,
+    }
+    with swapped(vars(plugin), **changed):
         fsdp2_prepare_model(accelerator, model)
 
 

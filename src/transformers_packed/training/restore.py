@@ -134,8 +134,7 @@ def same_trainer(trainer: Trainer, model: torch.nn.Module, loader: Any) -> Itera
     datasets = [trainer.train_dataset, trainer.eval_dataset, getattr(loader, "dataset", None)]
     # Of a stream, samples that were read are handed on. FSDP keeps in modules what belongs to weights that it has gathered.
     others = [x for x in datasets if not isinstance(x, dict) and not has_items(x)]
-    if gathers_weights(model):
-        others += [module for one in _with_others(model) for module in one.modules()]
+    others += model.modules() if gathers_weights(model) else ()
     datasets = [x for x in datasets if not any(x is other for other in others)]
     kept = [*model.parameters(), *model.buffers()]
     roots = trainer, model, getattr(loader, "collate_fn", None)
