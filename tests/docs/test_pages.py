@@ -29,6 +29,7 @@ REASONS = {
     "needs four processes",
     "changes a checkout of Transformers",
     "needs the network",
+    "needs a server with vLLM",
     TWO_PROCESSES,
 }
 SCRIPT = pages.ROOT / "tests" / "common" / "pages.py"
