@@ -156,6 +156,8 @@ def launches(vision: bool) -> list[Launch]:
         Launch("distillation/one", f"python {example('distillation', 4, teacher)}", **text),
         Launch("dpo/ddp", f"{DDP} {example('dpo', 2)}", like="dpo/one", lower=False, **text),
         Launch("dpo/one", f"python {example('dpo', 4)}", lower=False, **text),
+        Launch("reward/ddp", f"{DDP} {example('reward', 2)}", like="reward/one", lower=False),
+        Launch("reward/one", f"python {example('reward', 4)}", lower=False),
         Launch(
             "vision_language/ddp",
             f"{DDP} {example('vision_language', 2, short=images)}",

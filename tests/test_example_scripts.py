@@ -43,6 +43,10 @@ SCRIPTS = {
         "model.safetensors",
     ),
     "dpo": ([*SHARED, r"'rewards/margins': "], "adapter_model.safetensors"),
+    "reward": (
+        [*SHARED, r"Verified packing on .* loss, gradient and reward differ by ", r"'margin': "],
+        "adapter_model.safetensors",
+    ),
     "grpo": ([*SHARED, r"'rewards/short_answers/mean': "], "model.safetensors"),
     "sequence_parallel": (
         [r"Packing on: fill \d\d\.\d%, .* rows of at most 1,024 tokens", *PACKED],

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from common.records import make_tokenizer
 from mixins.model import total_relative_error
 from scripts.trainer_arms import CONFIGS, OPTIONS, updates_and_losses
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
 from transformers.utils import is_datasets_available, is_peft_available
 from transformers.utils.import_utils import _is_package_available
 
@@ -24,17 +24,22 @@ PAIRS = [{"prompt": "q" * i, "chosen": "yes" * (i % 4 + 1), "rejected": "no" * i
 UNPAIRED = [
     {"prompt": "why" * (i % 5 + 1), "completion": "yes" * (i % 4 + 1), "label": bool(i % 3)} for i in range(1, 17)
 ]
+MARGINS = [{**pair, "margin": i / 8} for i, pair in enumerate(PAIRS)]
 PROMPTS = [{"prompt": "q" * i} for i in range(1, 9)]
 
 
-def build_model(arm: str, vocab_size: int, seed: int = 0):
+def build_model(arm: str, vocab_size: int, auto=AutoModelForCausalLM, seed: int = 0, **values):
     set_seed(seed)
-    config = CONFIGS["qwen3_5"]()
+    config = CONFIGS["qwen3_5"](**values)
     config.vocab_size = vocab_size
     if arm == "padded":
-        return AutoModelForCausalLM.from_config(config)
+        return auto.from_config(config)
     with registered():
-        return AutoModelForCausalLM.from_config(config)
+        return auto.from_config(config)
+
+
+def build_classifier(arm: str, vocab_size: int):
+    return build_model(arm, vocab_size, AutoModelForSequenceClassification, num_labels=1)
 
 
 def reward(completion_ids, **kwargs):
@@ -44,7 +49,8 @@ def reward(completion_ids, **kwargs):
 def preference_trainer(kind, directory, model=None, samples=None, peft_config=None, rollout_func=None, **arguments):
     """A trainer of preferences or of reinforcement learning, for two steps of SGD."""
     tokenizer = make_tokenizer()
-    model = build_model("padded", len(tokenizer)) if model is None else model
+    if model is None:
+        model = (build_classifier if kind == "reward" else build_model)("padded", len(tokenizer))
     options = {"processing_class": tokenizer, "peft_config": peft_config}
     common = {**SGD, "per_device_train_batch_size": 4}
     if kind == "distillation":
@@ -57,10 +63,11 @@ def preference_trainer(kind, directory, model=None, samples=None, peft_config=No
         if rollout_func is not None:
             options["rollout_func"] = rollout_func
         common |= {"num_generations": 4, "max_completion_length": 8}
-    elif peft_config is None and not arguments.get("precompute_ref_log_probs"):
+    elif kind != "reward" and peft_config is None and not arguments.get("precompute_ref_log_probs"):
         options["ref_model"] = copy.deepcopy(model)
     cls, config, some = {
         "dpo": (trl.DPOTrainer, trl.DPOConfig, PAIRS),
+        "reward": (trl.RewardTrainer, trl.RewardConfig, MARGINS),
         "kto": (trl.KTOTrainer, trl.KTOConfig, UNPAIRED),
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig, PROMPTS),
         "rloo": (trl.RLOOTrainer, trl.RLOOConfig, PROMPTS),

@@ -32,7 +32,7 @@ TINY = vision.TINY | {
     "initializer_range": 0.02,
 }
 CONFIGS = {
-    "qwen3_5": lambda: Qwen3_5TextConfig(**TINY),
+    "qwen3_5": lambda **values: Qwen3_5TextConfig(**TINY, **values),
     "qwen3_next": lambda: Qwen3NextConfig(**TINY, mlp_only_layers=[0, 1]),
     "qwen3_next_moe": lambda: Qwen3NextConfig(**TINY, **EXPERTS),
     **{name: partial(tiny_config, name, vocab_size=61, initializer_range=0.05) for name in OTHERS},

@@ -8,13 +8,12 @@ from unittest import mock
 
 import torch
 from common.records import make_tokenizer
-from common.trl_trainers import TRLTestCase, build_model, preference_trainer
+from common.trl_trainers import TRLTestCase, build_classifier, build_model, preference_trainer
 from mixins.padding import computed_tokens
 from parameterized import parameterized
 from peft import LoraConfig
 from scripts.trainer_arms import updates_and_losses
 from transformers import Trainer, TrainingArguments
-from trl import RewardTrainer
 
 from transformers_packed import configure_packing, prefix_tree
 from transformers_packed.models import padding
@@ -55,13 +54,14 @@ class PreferenceTestCase(TRLTestCase):
 
     def trainer(self, kind, *, lora=False, reference=False, **arguments):
         """With `reference`, TRL loads the reference model from a folder with the policy's weights."""
-        model, adapter = build_model("padded", len(make_tokenizer())), None
+        build, task = (build_classifier, "SEQ_CLS") if kind == "reward" else (build_model, "CAUSAL_LM")
+        model, adapter = build("padded", len(make_tokenizer())), None
         if reference:
             folder = os.path.join(self.directory, "checkpoint")
             model.save_pretrained(folder)
             model = type(model).from_pretrained(folder)
         if lora:
-            adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+            adapter = LoraConfig(task_type=task, r=4, target_modules="all-linear")
         return preference_trainer(kind, self.directory, model, peft_config=adapter, **arguments)
 
     def check(self, kind, **arguments):
@@ -99,6 +99,15 @@ class EqualityTest(PreferenceTestCase):
     )
     def test_dpo(self, _, arguments):
         self.check("dpo", **arguments)
+
+    @parameterized.expand(
+        [
+            ("margins_and_centring", {"center_rewards_coefficient": 0.1, "eval_strategy": "steps", "eval_steps": 2}),
+            ("lora", {"lora": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
+        ]
+    )
+    def test_reward(self, _, arguments):
+        self.check("reward", **arguments)
 
     def test_kto(self):
         self.check("kto", loss_type="apo_zero_unpaired")
@@ -232,8 +241,6 @@ class ReasonsTest(PreferenceTestCase):
 
     def test_sharing_prompts_elsewhere(self):
         args = TrainingArguments(self.directory, use_cpu=True, report_to="none")
-        for kind in (Trainer, RewardTrainer):
-            trainer = Trainer(build_model("padded", 64), args)
-            trainer.__class__ = kind
-            with self.assertRaisesRegex(ValueError, "expected share_prompts with DPOTrainer.*share_prompts = True"):
-                configure_packing(trainer, share_prompts=True)
+        trainer = Trainer(build_model("padded", 64), args)
+        with self.assertRaisesRegex(ValueError, "expected share_prompts with DPOTrainer.*share_prompts = True"):
+            configure_packing(trainer, share_prompts=True)

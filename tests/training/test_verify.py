@@ -177,6 +177,25 @@ class FindsTest(VerifyTestCase):
             output, _ = said(trainer.train)
         self.assertRegex(output, "Packing off, training is unchanged: expected the loss")
 
+    @parameterized.expand(
+        [
+            (
+                "none",
+                lambda x, packs: x,
+                "Verified .*: gradients between rows are 0; loss, gradient and reward differ by",
+            ),
+            ("loss", lambda x, packs: x * (1 + packs), "Packing off, .*: expected the loss .* of the padded batch"),
+            # The loss has only the differences of rewards.
+            ("all", lambda x, packs: x + packs, "Packing off, training is unchanged: expected a reward of the row"),
+        ]
+    )
+    def test_rewards_that_differ(self, _, fault, message):
+        trainer = preference_trainer("reward", self.directory, max_steps=1)
+        said(configure_packing, trainer)
+        score, packs = trainer.model.score, lambda: getattr(trainer.model, "packs_padding", False)
+        score.register_forward_hook(lambda module, args, output: fault(output, packs()))
+        self.assertRegex(said(trainer.train)[0], message)
+
 
 def _unpack_elsewhere(batch, tokens):
     """Scatter the tokens of each document to the next one's place."""

@@ -21,7 +21,7 @@ from .typed import Trainer
 from .warm_up import make_row, only_loss
 
 
-SCORES = "log-probabilities"
+SCORES, REWARD = "log-probabilities", "reward"
 # Samples to choose from, and the most of a batch.
 _LOOKED_AT, _MOST = 16, 4
 # Tokens of a made prompt.
@@ -96,6 +96,14 @@ def logged_scores(trainer: Trainer, model: torch.nn.Module, batch: dict[str, Any
         loss = only_loss(trainer.compute_loss(model, prepare_inputs(trainer, batch)))
     logged = training_metrics(trainer)
     return {SCORES: torch.tensor([loss, *(logged[name][-1] for name in sorted(logged) if name.startswith("logps"))])}
+
+
+def logged_rewards(trainer: Trainer, model: torch.nn.Module, batch: Any) -> Measured:
+    """What every Trainer's own step shows, and the rewards and margins that RewardTrainer logs."""
+    training_metrics(trainer).clear()
+    shown, logged = own_step(trainer, model, batch), training_metrics(trainer)
+    names = sorted(name for name in logged if name.endswith(("reward", "margin")))
+    return shown | {REWARD: torch.tensor([logged[name][-1] for name in names])}
 
 
 def items_of(trainer: Trainer, batch: Any) -> tuple[Any, Any]:

@@ -12,7 +12,15 @@ import torch
 
 from ..models.trl_head import distills_with_our_products
 from .compare import Measured
-from .padded_steps import logged_scores, made_answers, made_batch, own_loss, own_step, token_scores
+from .padded_steps import (
+    logged_rewards,
+    logged_scores,
+    made_answers,
+    made_batch,
+    own_loss,
+    own_step,
+    token_scores,
+)
 from .typed import Trainer
 
 
@@ -57,12 +65,14 @@ class TrainerRecord:
 _SFT = TrainerRecord(("SFTTrainer",), prepares=True, scores_tokens=True)
 # Their first loss is a constant, so the check compares log-probabilities.
 _PAIRS = TrainerRecord(("DPOTrainer", "KTOTrainer"), pads=True, measure=logged_scores)
+# Rewards that are all off by the same amount give the same loss.
+_REWARDS = TrainerRecord(("RewardTrainer",), pads=True, measure=logged_rewards)
 # Only a generation makes their batches.
 _GROUPS = TrainerRecord(("GRPOTrainer", "RLOOTrainer"), pads=True, batch=made_batch, measure=token_scores)
 _TEACHER = TrainerRecord(
     ("DistillationTrainer",), pads=True, batch=made_answers, methods=distills_with_our_products, measure=own_loss
 )
-RECORDS = _SFT, _PAIRS, _GROUPS, _TEACHER
+RECORDS = _SFT, _PAIRS, _REWARDS, _GROUPS, _TEACHER
 _RULE = TrainerRecord()
 # Trainers whose rows belong together.
 PREFERENCE = tuple(name for record in RECORDS if record.pads for name in record.names)

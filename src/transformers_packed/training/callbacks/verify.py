@@ -36,7 +36,7 @@ from ...audit.model_state import as_before, quiet
 from ...data.documents import is_packed
 from ...data.excerpts import STREAM, cut_around_target, excerpts, places_of, source_of, targets_in, targets_of
 from ...data.samples import documents_of, has_items
-from ...errors import described, input_error, is_out_of_memory
+from ...errors import alternatives, described, input_error, is_out_of_memory
 from ...models.cuda_graphs import without_graphs
 from ...models.losses import losses_of
 from ...models.registry import inner_model
@@ -57,7 +57,7 @@ from ..compare import (
     relative_error,
     together,
 )
-from ..padded_steps import SCORES, PaddedStep, real_batch
+from ..padded_steps import REWARD, SCORES, PaddedStep, real_batch
 from ..restore import (
     against_other_rows,
     beside_ddp,
@@ -329,10 +329,10 @@ class VerifyCallback(TrainerCallback):
         if unseen is not None:
             raise unseen
         step.check(padded)
-        compared = [name for name in (LOSS, GRADIENT, SCORES) if name in padded.runs[0]]
+        compared = [name for name in (LOSS, GRADIENT, SCORES, REWARD) if name in padded.runs[0]]
         error = max(relative_error(packed, padded, name) for name in compared)
         computed = f"{step.tokens[True]} of {step.tokens[False]} tokens are computed"
-        words += f"{' and '.join(compared)} differ by {error:.0e} from padded ones{note}"
+        words += f"{alternatives(compared, 'and')} differ by {error:.0e} from padded ones{note}"
         return f"a batch of which {computed}: {words}"
 
     def _look_between_rows(self, model, batch: Any) -> tuple[str, UnseenError | None]:
