@@ -138,6 +138,25 @@ class PooledTokensTest(unittest.TestCase):
         self.assertLess(relative_error(output.logits, torch.cat([x.logits for x in alone])), 1e-5)
         self.assertLess(relative_error(output.loss, sum(x.loss for x in alone) / len(rows)), 1e-5)
 
+    @parameterized.expand(
+        [
+            ("another pad token", QWEN3_5_CLASSIFIERS[0], "input_ids", [0, 1]),
+            ("embeddings", QWEN3_5_CLASSIFIERS[1], "inputs_embeds", [0, 1]),
+            ("labels at padding", "Qwen3_5ForTokenClassification", "input_ids", [[1] * 5] * 2),
+        ]
+    )
+    def test_padding_that_is_read(self, _, head, name, labels):
+        """Then it is computed as in the stock model, because a packed row has none."""
+        composite = head in (QWEN3_5_CLASSIFIERS[1], "Qwen3_5ForTokenClassification")
+        model = builtin_model("qwen3_5", head, COMPOSITE["qwen3_5"] if composite else None).eval()
+        model.config.get_text_config().pad_token_id = 0
+        ids, labels = torch.arange(1, 11).view(2, 5), torch.tensor(labels)
+        tokens = {name: ids if name == "input_ids" else model.get_input_embeddings()(ids)}
+        batch = {**tokens, "labels": labels, "attention_mask": torch.tensor([[1] * 5, [1] * 3 + [0] * 2])}
+        expected, found = (convert(model)(**batch, use_cache=False) for convert in (lambda x: x, patch_model))
+        self.assertLess(relative_error(found.logits, expected.logits), 1e-5)
+        self.assertLess(relative_error(found.loss, expected.loss), 1e-5)
+
 
 class LogitsOnDemandTest(unittest.TestCase):
     def setUp(self):

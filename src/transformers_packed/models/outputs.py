@@ -14,6 +14,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     MoeCausalLMOutputWithPast,
     SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
 )
 from transformers.utils import ModelOutput, can_return_tuple, logging
 from transformers.utils.import_utils import is_tracing
@@ -64,12 +65,8 @@ class LanguageModelMixin(PackedModelMixin):
             inputs["boundaries"] = boundaries
             labels = mask_targets_across_documents(boundaries, labels, inputs, logits_to_keep)
         elif _has_targets_after_padding(self, labels, logits_to_keep, inputs):
-            # A packed row has no logits there.
-            inputs["packs_padding"] = False
-            logger.warning_once(
-                "Labels follow padding in a padded batch, so its padding is computed. To skip it, set the labels of "
-                "padding and of the first token of each row to -100."
-            )
+            fix = "set the labels of padding and of the first token of each row to -100"
+            _compute_padding(inputs, "Labels follow padding", fix)
         step = _loss_step(self, labels, logits_to_keep, inputs)
         if _skips_logits(step, inputs):
             assert step is not None
@@ -114,6 +111,9 @@ class DocumentClassifierMixin(PackedModelMixin):
     ) -> SequenceClassifierOutputWithPast:
         """Like the stock forward. A packed row has `labels` `[N]` (-100 is ignored) and logits `[N, num_labels]`."""
         if boundaries is None:
+            if _pools_padding(self, inputs):
+                fix = "pass input_ids whose padding is the pad_token_id of the configuration, or pad on the left"
+                _compute_padding(inputs, "A classifier pools padding", fix)
             return super().forward(labels=labels, use_cache=use_cache, **inputs)
         boundaries.check_kind("a classifier of documents")
         outputs = getattr(self, self.base_model_prefix)(boundaries=boundaries, **inputs)
@@ -131,6 +131,19 @@ class DocumentClassifierMixin(PackedModelMixin):
         return SequenceClassifierOutputWithPast(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+
+class TokenClassifierMixin(PackedModelMixin):
+    """Classifiers of tokens: like the stock class, also where a padded batch has labels at padding."""
+
+    def forward_with_boundaries(
+        self, boundaries: SequenceBoundaries | None, *, labels: torch.LongTensor | None = None, **inputs: Any
+    ) -> TokenClassifierOutput:
+        if boundaries is not None:
+            inputs["boundaries"] = boundaries
+        elif labels is not None and _has_targets_at_padding(self, labels, inputs):
+            _compute_padding(inputs, "Labels are at padding", "set the labels of padding to -100")
+        return super().forward(labels=labels, **inputs)
 
 
 def _pooled_tokens(model: Any, boundaries: SequenceBoundaries, input_ids: torch.Tensor | None) -> torch.Tensor:
@@ -155,17 +168,53 @@ def _has_targets_after_padding(
 
     The first token of a row with padding on the left is such a target too, if it has a label.
     """
-    mask, targets, allowed = (inputs.get(name) for name in ("attention_mask", "shift_labels", "packs_padding"))
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or is_tracing(mask) or is_transformed():
-        return False
+    targets = inputs.get("shift_labels")
     if targets is None and labels is not None:
         targets = shift_labels(labels)
-    if targets is None or not (model.packs_padding if allowed is None else allowed):
+    return targets is not None and _has_targets_at_padding(model, targets, inputs, logits_to_keep)
+
+
+def _has_targets_at_padding(
+    model: Any, targets: torch.Tensor, inputs: dict[str, Any], logits_to_keep: int | torch.Tensor = 0
+) -> bool:
+    """Whether there are targets where a padded batch that the model packs has padding."""
+    mask = _mask_of_packed(model, inputs)
+    if mask is None:
         return False
     mask = mask.to(targets.device)[:, kept_tokens(logits_to_keep)]
     if targets.shape != mask.shape:
         return False
     return bool(((targets != inputs.get("ignore_index", -100)) & (mask == 0)).any())
+
+
+def _pools_padding(model: Any, inputs: dict[str, Any]) -> bool:
+    """Whether the stock classifier pools padding in a row of a padded batch that the model packs.
+
+    It does with another pad token than that of the configuration, and with embeddings and padding on the right.
+    """
+    mask, input_ids = _mask_of_packed(model, inputs), inputs.get("input_ids")
+    if mask is None:
+        return False
+    pad, pooled = model.config.get_text_config().pad_token_id, mask[:, -1:]
+    if pad is not None and input_ids is not None:
+        tokens = input_ids.to(mask.device)
+        latest = torch.arange(tokens.shape[1], device=mask.device) * (tokens != pad)
+        pooled = mask.gather(1, latest.argmax(1, keepdim=True))
+    return bool((pooled == 0).any())
+
+
+def _mask_of_packed(model: Any, inputs: dict[str, Any]) -> torch.Tensor | None:
+    """The mask of a padded batch whose padding the model may leave out."""
+    mask, allowed = inputs.get("attention_mask"), inputs.get("packs_padding")
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or is_tracing(mask) or is_transformed():
+        return None
+    return mask if (model.packs_padding if allowed is None else allowed) else None
+
+
+def _compute_padding(inputs: dict[str, Any], why: str, fix: str) -> None:
+    """Let the model compute the padding of a batch, on which its result depends. A packed row has nothing there."""
+    inputs["packs_padding"] = False
+    logger.warning_once(f"{why} in a padded batch, so its padding is computed. To skip it, {fix}.")
 
 
 def _loss_step(

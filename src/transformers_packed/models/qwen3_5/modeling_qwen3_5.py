@@ -27,7 +27,7 @@ from ...ops import (
 from ...ops.attention import options_of_layer
 from ..cuda_graphs import LayerGraphs
 from ..inputs import PackingKwargs, without_packing
-from ..outputs import DocumentClassifierMixin, LanguageModelMixin
+from ..outputs import DocumentClassifierMixin, LanguageModelMixin, TokenClassifierMixin
 from ..packed_model import PackedModelMixin
 from ..padding import prompt_ids_of
 from ..projections import gate_and_project, project, to_fuse
@@ -281,5 +281,5 @@ class Qwen3_5ForSequenceClassification(DocumentClassifierMixin, builtin.Qwen3_5F
 
 
 @replaces_builtin
-class Qwen3_5ForTokenClassification(PackedModelMixin, builtin.Qwen3_5ForTokenClassification):
+class Qwen3_5ForTokenClassification(TokenClassifierMixin, builtin.Qwen3_5ForTokenClassification):
     pass

@@ -30,7 +30,7 @@ from ...ops.attention import options_of_layer
 from ..cuda_graphs import LayerGraphs
 from ..experts import run_experts
 from ..inputs import PackingKwargs
-from ..outputs import DocumentClassifierMixin, LanguageModelMixin
+from ..outputs import DocumentClassifierMixin, LanguageModelMixin, TokenClassifierMixin
 from ..packed_model import PackedModelMixin
 from ..projections import gate_and_project, project, to_fuse
 from ..replacements import fast_path, replaces_builtin
@@ -280,7 +280,7 @@ class Qwen3NextForSequenceClassification(DocumentClassifierMixin, builtin.Qwen3N
 
 
 @replaces_builtin
-class Qwen3NextForTokenClassification(PackedModelMixin, builtin.Qwen3NextForTokenClassification):
+class Qwen3NextForTokenClassification(TokenClassifierMixin, builtin.Qwen3NextForTokenClassification):
     pass
 
 
