@@ -1,5 +1,6 @@
 """`packing="batches"`: any Trainer's own padded batches, packed inside the model and verified by the Trainer's own step."""
 
+import copy
 import re
 import unittest
 from importlib.util import find_spec
@@ -11,10 +12,20 @@ from datasets import Dataset
 from mixins.configure import ConfigureTestCase, said, train_configured
 from mixins.model import total_relative_error
 from mixins.padding import computed_tokens
+from mixins.patch import COMPOSITE
 from parameterized import parameterized
 from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import CONFIGS, Samples, updates_and_losses
-from transformers import AutoModel, AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    Trainer,
+)
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -79,10 +90,11 @@ class BatchesTestCase(ConfigureTestCase):
         return trainer
 
 
-def check_same(case, packed, padded, **options) -> None:
+def check_same(case, packed, padded, mode="batches", **options) -> None:
     """The check measures what is the same to 1e-5, and two updates are the same."""
-    case.assertIn("Padding-free on", said(configure_packing, packed, "batches", **options)[0])
+    case.assertIn("Padding-free on", said(configure_packing, packed, mode, **options)[0])
     output, (updates, losses) = said(updates_and_losses, packed)
+    case.assertRegex(output, VERIFIED)
     computed, given, error = re.search(VERIFIED, output).groups()
     case.assertLess(int(computed), int(given))
     case.assertLess(float(error), 1e-5)
@@ -158,6 +170,59 @@ class OwnTrainerTest(BatchesTestCase):
         with self.assertRaisesRegex(ValueError, message):
             configure_packing(trainer, "batches", **arguments)
         self.assertFalse(has_our_classes(trainer.model))
+
+
+class ClassifiersTest(BatchesTestCase):
+    @parameterized.expand(
+        [
+            (
+                "tokens",
+                AutoModelForTokenClassification,
+                "qwen3_next",
+                DataCollatorForTokenClassification,
+                lambda ids: ids,
+            ),
+            ("rows", AutoModelForSequenceClassification, "qwen3_5", DataCollatorWithPadding, lambda ids: ids[0] % 3),
+            (
+                "rows of a composite",
+                AutoModelForSequenceClassification,
+                "composite",
+                DataCollatorWithPadding,
+                lambda ids: 1,
+            ),
+            (
+                "tokens of a composite",
+                AutoModelForTokenClassification,
+                "composite",
+                DataCollatorForTokenClassification,
+                lambda ids: ids,
+            ),
+        ]
+    )
+    def test_trains_as_padded(self, _, auto, kind, collator, label):
+        """Also its evaluation, whose predictions are those of padded batches."""
+        trainers, seen = [], []
+        rows = [{"input_ids": row["input_ids"], "labels": label(row["input_ids"])} for row in Samples(16).rows]
+        for _ in range(2):
+            torch.manual_seed(0)
+            config = CONFIGS[kind]() if kind in CONFIGS else copy.deepcopy(COMPOSITE["qwen3_5"])
+            config.num_labels, config.classifier_dropout, config.get_text_config().pad_token_id = 61, 0.0, 0
+            options = {"dataset": rows, "eval_dataset": rows[:5], "compute_metrics": lambda x: seen.append(x) or {}}
+            # The stock class of a composite does not name its labels.
+            args = {"eval_strategy": "steps", "eval_steps": 2, "label_names": ["labels"]}
+            model = auto.from_config(config)
+            trainers.append(self.own(Trainer, model=model, collator=collator(tokenizer()), args=args, **options))
+        check_same(self, *trainers, "auto")
+        (got, want) = seen[-2:]
+        self.assertEqual(got.predictions.shape, want.predictions.shape)
+        real = slice(None) if want.label_ids.ndim == 1 else want.label_ids != -100
+        torch.testing.assert_close(*(torch.from_numpy(x.predictions[real]) for x in (got, want)), rtol=1e-3, atol=1e-3)
+
+    def test_refused(self):
+        model = AutoModelForSequenceClassification.from_config(CONFIGS["qwen3_5"]())
+        trainer = self.own(Trainer, model=model, collator=DataCollatorWithPadding(tokenizer()))
+        with self.assertRaisesRegex(ValueError, "whole batches of a classifier .*, got packing=True. Pass"):
+            configure_packing(trainer, True, max_length=64)
 
 
 def orpo(directory):

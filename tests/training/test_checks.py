@@ -173,9 +173,8 @@ class ReasonsTest(ConfigureTestCase):
         self.check(trainer, rf'attn_implementation="{name}" \(.*{why}.*Load the model with attn_implementation="sdpa"')
 
     def test_sequence_classification(self):
-        config = CONFIGS["qwen3_5"]()
-        model = transformers.AutoModelForSequenceClassification.from_config(config)
-        self.check(self.trainer(model), r"sequence classification \(Qwen3_5\w*ForSequenceClassification\)")
+        model = transformers.LlamaForSequenceClassification._from_config(tiny_config("llama"))
+        self.check(self.trainer(model), r"sequence classification \(LlamaForSequenceClassification\)")
         rows = [{"input_ids": row["input_ids"], "labels": 1} for row in Samples(6).rows]
         self.check(self.trainer(dataset=rows), r"one label each \(sequence classification\)")
 

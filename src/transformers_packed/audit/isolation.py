@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..models.registry import inner_model
+from ..models.text_model import PackedTextModelMixin
 
 
 class UnseenError(RuntimeError):
@@ -85,8 +86,8 @@ def indices_of(states: torch.Tensor, batch: Mapping[str, Any], places: list[torc
 class Seen:
     """The output of the embedding in a forward, which keeps its gradient, and the last hidden states.
 
-    Of several forwards, `embedded` has the inputs and the outputs of all that have a gradient, and `tokens` their number
-    with and without one.
+    Of several forwards, `embedded` has the inputs and the outputs of all that have a gradient, and `tokens` the number of
+    tokens that the layers of our text models compute, with and without one.
     """
 
     embeddings: torch.Tensor | None = None
@@ -95,9 +96,10 @@ class Seen:
 
     def __init__(self) -> None:
         self.embedded: list[tuple[tuple, torch.Tensor]] = []
+        self._counted = True
 
     def embed(self, module, inputs, output: torch.Tensor) -> None:
-        self.tokens += output.shape[:-1].numel()
+        self._counted = False
         # Some trainers run another forward for their metrics.
         if not torch.is_grad_enabled():
             return
@@ -107,6 +109,12 @@ class Seen:
             output.requires_grad_(True)
         self.embeddings = output
         self.embedded.append((inputs, output))
+
+    def enter(self, layer, args: tuple, kwargs: dict[str, Any]) -> None:
+        # Checkpoints compute a layer again in backward. A larger model embeds the padding that its text model leaves out.
+        if not self._counted:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self.tokens, self._counted = self.tokens + hidden.shape[:-1].numel(), True
 
     def leave(self, module, inputs, output: Any) -> None:
         hidden = getattr(output, "last_hidden_state", None)
@@ -122,5 +130,8 @@ def watch(model: torch.nn.Module) -> Iterator[Seen]:
     with ExitStack() as hooks:
         for module in models:
             hooks.enter_context(module.register_forward_hook(seen.leave))
+        texts: Any = (module for module in inner.modules() if isinstance(module, PackedTextModelMixin))
+        for text in texts:
+            hooks.enter_context(text.layers[0].register_forward_pre_hook(seen.enter, with_kwargs=True))
         hooks.enter_context(inner.get_input_embeddings().register_forward_hook(seen.embed))
         yield seen

@@ -27,6 +27,8 @@ from .sizes import Sizes
 
 # Suffixes of the names of classes whose loss is over tokens.
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+# Of rows, and of tokens.
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 _OURS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR, BAILING_HYBRID, QWEN4_EXP)
 # Families with classes of this package, in this release of Transformers.
 OWN = tuple(family for family in _OURS if family.is_supported)

@@ -39,7 +39,7 @@ def against_losses(facts: Facts) -> Iterator[Rule]:
     loss, remove = f"the model's own loss for {names}", f"or train without {names}."
     fix = "Train it in supervised fine-tuning."
     yield facts.record.pads, loss, f"that of {facts.name}, which the model does not compute", fix
-    yield facts.padded, loss, f'packing="batches" in a {facts.name}', 'Pass packing="padding_free".'
+    yield facts.padded, loss, facts.padded, 'Pass packing="padding_free".'
     yield "compute_loss" in facts.replaced, loss, "a custom compute_loss", f"Remove compute_loss, {remove}"
     yield trainer.compute_loss_func is not None, loss, "compute_loss_func", f"Remove it, {remove}"
     smooth = args.label_smoothing_factor

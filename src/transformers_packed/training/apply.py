@@ -182,11 +182,12 @@ def _changes_of(models: Iterable[torch.nn.Module], before: dict[tuple[int, str],
 def _attributes(models: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, str, Any]]:
     """What preparing a model may change, beside the classes of modules and what changes with these.
 
-    These are plain attributes and submodules, whether parameters train, and the cache of the configuration.
+    These are plain attributes and submodules, whether parameters train, and the cache of the configurations.
     """
     for model in models:
         config = inner_model(model).config
-        yield config, "use_cache", getattr(config, "use_cache", None)
+        for part in {id(x): x for x in (config, config.get_text_config())}.values():
+            yield part, "use_cache", getattr(part, "use_cache", None)
         for parameter in model.parameters():
             yield parameter, "requires_grad", parameter.requires_grad
         for module in model.modules():

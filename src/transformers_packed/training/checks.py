@@ -104,12 +104,12 @@ def _or_batches(model: transformers.PreTrainedModel | None) -> str:
 
 def _of_mode(facts: Facts) -> Iterator[Rule]:
     switch, on = "TRANSFORMERS_PACKED_DISABLE_AUTO", 'Unset it, or pass packing="padding_free".'
-    mode, whole = facts.options.mode, f"whole batches of {facts.name}"
+    mode = facts.options.mode
     fix = 'Pass packing="padding_free". The model then packs each batch.'
     sampler = facts.plans_rows and MAKE_SAMPLER in facts.replaced
     samples = f"a custom {MAKE_SAMPLER}, which numbers samples"
     yield mode == "auto" and os.environ.get(switch) == "1", f"no {switch}", f"{switch} is set", on
-    yield mode == "pack" and facts.padded, f"{whole}, whose rows belong together", "packing=True", fix
+    yield mode == "pack" and facts.padded, f"whole batches of {facts.padded}", "packing=True", fix
     yield mode == "pack" and facts.trainer.train_dataset is None, "a train_dataset to pack", "none", ""
     yield sampler, ROWS, samples, KEEPS_SAMPLERS
 
@@ -199,7 +199,7 @@ def of_devices(facts: Facts) -> Iterator[Rule]:
         size = getattr(parallel, name, 1)
         got = f"ParallelismConfig({name}={size}), which cuts rows without their boundaries"
         here = f" Pass sequence_parallel_size={size} to configure_packing or PackedTrainingArguments instead."
-        yield size > 1, "whole rows", got, f"Set {name}=1.{here * (not facts.padded)}"
+        yield size > 1, "whole rows", got, f"Set {name}=1.{'' if facts.padded else here}"
     yield from _of_shards(facts)
     indexed = any(family.has_indexer for family in families_of(trainer.model, Own))
     zero_3 = trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
@@ -256,7 +256,8 @@ def _of_padded_batches(facts: Facts, model: transformers.PreTrainedModel) -> Ite
     """Reasons why a model cannot pack the padded batches of its Trainer."""
     args, config, per_row = facts.trainer.args, text_config(model), adapter_per_row(facts.trainer.model)
     yield not families_of(model, Own), _PACKS, type(model).__name__, ""
-    yield facts.packed_by, "padded batches", facts.packed_by, 'Pass packing="padding_free".'
+    fix = 'Pass packing="padding_free".' if facts.options.mode == "batches" else ""
+    yield facts.packed_by, "padded batches", facts.packed_by, fix
     yield per_row, "adapters that act per document", per_row, ""
     noise = "neftune_noise_alpha, whose noise depends on the padded length"
     yield args.neftune_noise_alpha is not None, "padded batches without NEFTune", noise, "Set it to None."

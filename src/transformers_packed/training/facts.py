@@ -11,6 +11,8 @@ from torch.utils.data import IterableDataset
 from ..data.collator import DataCollatorWithFlattening
 from ..data.documents import is_packed
 from ..data.samples import has_items
+from ..models.families import CLASSIFIERS, families_of
+from ..models.family import Own
 from ..models.losses import LOSSES, OWN, added, own_with
 from ..models.losses.loss import Loss
 from ..models.registry import transformers_model
@@ -80,9 +82,17 @@ class Facts:
         return type(self.trainer).__name__
 
     @property
-    def padded(self) -> bool:
-        """Whether batches stay padded, and the model packs each."""
-        return self.record.pads or self.options.mode == "batches"
+    def padded(self) -> str:
+        """Why batches stay padded, and the model packs each; empty if they become packed rows."""
+        if self.record.pads:
+            return f"{self.name}, whose rows belong together"
+        if self.options.mode == "batches":
+            return 'packing="batches"'
+        name = type(self.model).__name__
+        # Their labels are not those of a packed row.
+        if self.model is not None and name.endswith(CLASSIFIERS) and families_of(self.model, Own):
+            return f"a classifier ({name}), which packs each batch itself"
+        return ""
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:

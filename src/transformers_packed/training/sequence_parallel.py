@@ -175,7 +175,7 @@ def against_sharing(facts: Facts) -> Iterator[Rule]:
     answers = f"sequence_parallel_size={size} with {facts.name}, whose losses need whole answers"
     fix = "Leave it out. gradient_checkpointing=True, FSDP2 and share_prompts=True save memory too."
     yield facts.record.pads, "a Trainer or an SFTTrainer", answers, fix
-    yield facts.padded, "packed rows for sequence_parallel_size", 'packing="batches"', "Leave one of them out."
+    yield facts.padded, "packed rows for sequence_parallel_size", facts.padded, "Leave one of them out."
     yield from of_devices(facts)
     try:
         check_size(size)

@@ -85,7 +85,7 @@ def _against_options(facts: Facts) -> Iterator[Rule]:
     prompts = f'share_prompts with {", ".join(PREFERENCE)}, or with packing="batches"'
     repeats = "Set model.share_prompts = True if your own padded batches repeat prompts."
     yield options.share_prompts and not facts.padded, prompts, facts.name, repeats
-    why = excludes_graphs(facts.trainer, facts.padded) if options.cuda_graphs else None
+    why = excludes_graphs(facts.trainer, bool(facts.padded)) if options.cuda_graphs else None
     with_graphs = titles(family for family in OWN if family.has_graphs)
     graphs = f"packed rows of a model of {with_graphs}, without shards, for cuda_graphs=True"
     yield why, graphs, why, "Remove cuda_graphs=True."
@@ -352,6 +352,9 @@ def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
     """Prepare a model of the Trainer or of its `model_init`, in which Trainer does not set `use_cache`."""
     inner = inner_model(patch_model(model))
     inner.config.use_cache = use_cache
+    if families_of(inner, Own):
+        # A text model inside of a larger one reads its own, and with a cache it would not pack padded batches.
+        inner.config.get_text_config().use_cache = use_cache
     if (reason := first_error([check_cache(inner)])) is not None:
         raise reason
 
