@@ -30,6 +30,7 @@ REASONS = {
     "changes a checkout of Transformers",
     "needs the network",
     "needs a server with vLLM",
+    "needs sentence-transformers",
     TWO_PROCESSES,
 }
 SCRIPT = pages.ROOT / "tests" / "common" / "pages.py"

@@ -21,6 +21,12 @@ def without_packing():
     return mock.patch.object(PaddedBatch, "from_attention_mask", return_value=None)
 
 
+def unpack_elsewhere(batch, tokens):
+    """Scatter the tokens of each document to the next one's place."""
+    rows, length = batch.shape
+    return tokens.new_zeros(rows * length, *tokens.shape[1:]).index_copy(0, batch.slots.roll(3), tokens)
+
+
 @contextmanager
 def computed_tokens(model: torch.nn.Module):
     """Record the numbers of tokens that enter the linear layers of the decoder."""

@@ -14,6 +14,7 @@ from common.records import MARKED, assistant, make_tokenizer, user
 from common.trl_trainers import SGD, build_model, preference_trainer
 from datasets import Dataset
 from mixins.configure import ConfigureTestCase, said, train_configured
+from mixins.padding import unpack_elsewhere
 from parameterized import parameterized
 from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import CONFIGS, Samples, Stream, collate_padded
@@ -160,7 +161,7 @@ class FindsTest(VerifyTestCase):
     def test_a_model_that_leaks_in_a_batch_of_preferences(self):
         trainer = DPOTests.dpo(self.directory)
         said(configure_packing, trainer)
-        with mock.patch("transformers_packed.models.padding.PaddedBatch.unpack", _unpack_elsewhere):
+        with mock.patch("transformers_packed.models.padding.PaddedBatch.unpack", unpack_elsewhere):
             output, _ = said(trainer.train)
         self.assertRegex(output, "Packing off, training is unchanged: expected (no gradient|log-probabilities)")
 
@@ -171,7 +172,7 @@ class FindsTest(VerifyTestCase):
         unpack = PaddedBatch.unpack
 
         def leak(batch, tokens):
-            return (unpack if torch.is_grad_enabled() else _unpack_elsewhere)(batch, tokens)
+            return (unpack if torch.is_grad_enabled() else unpack_elsewhere)(batch, tokens)
 
         with mock.patch("transformers_packed.models.padding.PaddedBatch.unpack", leak):
             output, _ = said(trainer.train)
@@ -195,12 +196,6 @@ class FindsTest(VerifyTestCase):
         score, packs = trainer.model.score, lambda: getattr(trainer.model, "packs_padding", False)
         score.register_forward_hook(lambda module, args, output: fault(output, packs()))
         self.assertRegex(said(trainer.train)[0], message)
-
-
-def _unpack_elsewhere(batch, tokens):
-    """Scatter the tokens of each document to the next one's place."""
-    rows, length = batch.shape
-    return tokens.new_zeros(rows * length, *tokens.shape[1:]).index_copy(0, batch.slots.roll(3), tokens)
 
 
 class _SamplesCollator:

@@ -73,8 +73,8 @@ def configure_packing(
     evaluation dataset become their documents.
 
     TRL's `DPOTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer` and `DistillationTrainer` keep their padded batches, which
-    the policy and the reference model or the teacher then run as packed rows. So do `RewardTrainer` and any
-    Trainer of a classifier. `packing=True` is not possible.
+    the policy and the reference model or the teacher then run as packed rows. So do `RewardTrainer`, any
+    Trainer of a classifier, and `SentenceTransformerTrainer`. `packing=True` is not possible.
 
     `float8=True` is independent of the mode. Without packing, it patches the model as well, and the batches stay
     padded.

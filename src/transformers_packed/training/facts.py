@@ -22,7 +22,7 @@ from .typed import Trainer
 
 
 # Packages whose Trainers are known to train packed rows correctly, and one whose decorators they use.
-_KNOWN = ("transformers", "trl", "transformers_packed", "contextlib")
+_KNOWN = ("transformers", "trl", "sentence_transformers", "transformers_packed", "contextlib")
 # What no row depends on: how parameters are updated, what is logged and saved, and the samples of a batch. Evaluation
 # reads batches of the user wherever it needs more than the loss of known methods.
 _APART = tuple(

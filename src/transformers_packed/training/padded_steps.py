@@ -22,6 +22,7 @@ from .warm_up import make_row, only_loss
 
 
 SCORES, REWARD = "log-probabilities", "reward"
+_IDS = "input_ids"
 # Samples to choose from, and the most of a batch.
 _LOOKED_AT, _MOST = 16, 4
 # Tokens of a made prompt.
@@ -104,6 +105,14 @@ def logged_rewards(trainer: Trainer, model: torch.nn.Module, batch: Any) -> Meas
     shown, logged = own_step(trainer, model, batch), training_metrics(trainer)
     names = sorted(name for name in logged if name.endswith(("reward", "margin")))
     return shown | {REWARD: torch.tensor([logged[name][-1] for name in names])}
+
+
+def columns_of(batch: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and mask `[B, T]` of a batch, or of each of its columns, by the prefix of their names."""
+    names = [name for name in batch if name.endswith(_IDS)] if isinstance(batch, Mapping) else []
+    prefixes = [""] if _IDS in names else [name.removesuffix(_IDS) for name in names]
+    columns = {prefix: (batch[prefix + _IDS], batch.get(f"{prefix}attention_mask")) for prefix in prefixes}
+    return {prefix: pair for prefix, pair in columns.items() if all(getattr(x, "ndim", 0) == 2 for x in pair)}
 
 
 def items_of(trainer: Trainer, batch: Any) -> tuple[Any, Any]:

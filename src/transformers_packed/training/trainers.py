@@ -30,7 +30,7 @@ class TrainerRecord:
 
     Args:
         names (`tuple[str, ...]`):
-            The classes of TRL that the record serves, with their subclasses.
+            The classes of TRL and of sentence-transformers that the record serves, with their subclasses.
         pads (`bool`):
             Whether batches stay padded because their rows belong together, such as pairs and groups. The model then packs
             each batch, as it does with `packing="batches"`. Batches of other trainers become packed rows.
@@ -72,7 +72,10 @@ _GROUPS = TrainerRecord(("GRPOTrainer", "RLOOTrainer"), pads=True, batch=made_ba
 _TEACHER = TrainerRecord(
     ("DistillationTrainer",), pads=True, batch=made_answers, methods=distills_with_our_products, measure=own_loss
 )
-RECORDS = _SFT, _PAIRS, _REWARDS, _GROUPS, _TEACHER
+# Every row is compared with the others of its batch. Losses call the model once for each column.
+_EMBEDDINGS = TrainerRecord(("SentenceTransformerTrainer", "CrossEncoderTrainer"), pads=True)
+_LIBRARIES = "trl.", "sentence_transformers."
+RECORDS = _SFT, _PAIRS, _REWARDS, _GROUPS, _TEACHER, _EMBEDDINGS
 _RULE = TrainerRecord()
 # Trainers whose rows belong together.
 PREFERENCE = tuple(name for record in RECORDS if record.pads for name in record.names)
@@ -86,5 +89,5 @@ KNOWN_COLLATORS = "DefaultDataCollator", "DataCollatorWithPadding", *CREATE_LABE
 
 def record_of(trainer: Trainer) -> TrainerRecord:
     """Return the record of the first of its classes that has one, so that of a derived class comes before its bases'."""
-    names = (cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl."))
+    names = (cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith(_LIBRARIES))
     return next((record for name in names for record in RECORDS if name in record.names), _RULE)

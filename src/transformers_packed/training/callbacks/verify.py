@@ -20,7 +20,7 @@ Weights, gradients, random states, and what the Trainer, its modules and its dat
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -57,7 +57,7 @@ from ..compare import (
     relative_error,
     together,
 )
-from ..padded_steps import REWARD, SCORES, PaddedStep, real_batch
+from ..padded_steps import REWARD, SCORES, PaddedStep, columns_of, real_batch
 from ..restore import (
     against_other_rows,
     beside_ddp,
@@ -336,23 +336,30 @@ class VerifyCallback(TrainerCallback):
         return f"a batch of which {computed}: {words}"
 
     def _look_between_rows(self, model, batch: Any) -> tuple[str, UnseenError | None]:
-        """Look for gradients between the rows of a batch, if it is that of the model.
+        """Look for gradients between the rows of a batch, or of each of its columns, such as queries and documents.
 
         Returns the findings in words, and why there are none to look at, if so.
         """
-        names = "input_ids", "attention_mask"
-        if not isinstance(batch, Mapping) or not all(getattr(batch.get(name), "ndim", 0) == 2 for name in names):
+        columns = columns_of(batch)
+        if not columns:
             return "", None
         if getattr(inner_model(model), "share_prompts", False):
             return "gradients between rows were not looked at, because rows share prompts; ", None
-        ids, mask = (batch[name].to(self.trainer.args.device) for name in names)
+        unseen = [self._look_between_rows_of(model, ids, mask, whole="" in columns) for ids, mask in columns.values()]
+        return "gradients between rows are 0; ", next(filter(None, unseen), None)
+
+    def _look_between_rows_of(self, model, ids: torch.Tensor, mask: torch.Tensor, whole: bool) -> UnseenError | None:
+        ids, mask = (x.to(self.trainer.args.device) for x in (ids, mask))
         rows = [torch.arange(ids.shape[1])[real] + at * ids.shape[1] for at, real in enumerate(mask.bool().cpu())]
+        batch = {"input_ids": ids, "attention_mask": mask}
+        # Something else calls the model on columns.
+        model = model if whole else inner_model(model)
 
         def forward() -> None:
             with self.trainer.compute_loss_context_manager():
-                model(input_ids=ids, attention_mask=mask, use_cache=False)
+                model(**batch, use_cache=False)
 
-        return "gradients between rows are 0; ", self._look_between(model, forward, dict(batch), rows, nullcontext())
+        return self._look_between(model, forward, batch, rows, nullcontext())
 
 
 def _reason(trainer: Trainer) -> str | None:
