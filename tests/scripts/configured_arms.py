@@ -1,4 +1,4 @@
-"""Train one model in Trainer or SFTTrainer: padded through the stock class, packed by `configure_packing`, or packed
+"""Train one model in Trainer, SFTTrainer or RewardTrainer: padded through the stock class, packed by `configure_packing`, or packed
 with explicit rows and collator.
 
 Also a script, `configured_arms.py KIND ARM MODE TUNING OUTPUT`, to run in several processes as with torchrun.
@@ -6,6 +6,7 @@ Also a script, `configured_arms.py KIND ARM MODE TUNING OUTPUT`, to run in sever
 
 import sys
 
+from common.trl_trainers import preference_trainer
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from scripts.trainer_arms import (
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
-from trl import SFTConfig, SFTTrainer
+from trl import RewardTrainer, SFTConfig, SFTTrainer
 
 from transformers_packed import DataCollatorWithFlattening, PackingDataset, configure_packing, patch_model
 
@@ -39,6 +40,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def build(kind: str, tuning: str = "full", accumulation: int = 1, directory: str = "", **arguments) -> Trainer:
     """Build a padded Trainer as in user code."""
+    if kind == "reward":
+        return preference_trainer(kind, directory, per_device_train_batch_size=2, center_rewards_coefficient=0.1)
     set_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear") if tuning == "lora" else None
@@ -72,6 +75,8 @@ def collate_rows(rows: list) -> dict:
 def configure(trainer: Trainer, arm: str, mode: str) -> Trainer:
     if arm == "packed":
         return configure_packing(trainer, mode, max_length=MAX_LENGTH if mode == "pack" else None)
+    if isinstance(trainer, RewardTrainer):
+        return trainer
     trainer.data_collator = collate_rows
     if arm == "handed":
         patch_model(trainer.model)

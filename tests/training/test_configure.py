@@ -93,6 +93,29 @@ class SameTrainingTest(ConfigureTestCase):
             self.assertEqual(sum(line.startswith(("Packing", "Padding-free")) for line in printed.splitlines()), 2)
             self.assertLessEqual(FIGURES | {"rank_imbalance"}, set(results[arm]["log"][-1]))
 
+    @pytest.mark.slow
+    def test_rewards_in_two_processes(self):
+        """Pairs of both processes count in the loss, and in the metrics, which gather rewards."""
+        results = []
+        for arm in ("padded", "packed"):
+            arguments = ("reward", arm, "padding_free", "full", f"{self.directory}/{arm}.pt")
+            printed, result = run_in_two_processes(self, "configured_arms.py", *arguments)
+            results.append(result)
+        self.assertEqual(printed.count("loss, gradient and reward differ by"), 1)
+        self.assertLess(total_relative_error(results[1]["updates"], results[0]["updates"]), UPDATE_BAR)
+        for got, want in zip(*(result["log"] for result in results[::-1]), strict=True):
+            for name in (
+                "loss",
+                "grad_norm",
+                "num_tokens",
+                "min_reward",
+                "mean_reward",
+                "max_reward",
+                "margin",
+                "accuracy",
+            ):
+                self.assertAlmostEqual(got[name], want[name], delta=1e-5 * max(1, abs(want[name])), msg=name)
+
 
 class SetUpTest(ConfigureTestCase):
     def test_buckets_of_ddp(self):
