@@ -14,7 +14,8 @@ own head, a clipped policy gradient, backward and optimizer. No batch of it has 
 optimizer.
 
 Arms: `trl` is the stock class, with flash-linear-attention and the convolution of arms.py; `ours` is the same trainer or
-model after `configure_packing` or `patch_model`, and `ours+shared` shares prompts.
+model after `configure_packing` or `patch_model`, and `ours+shared` shares prompts. `rows` is distillation in supervised
+fine-tuning, of the same samples in one packed row, with the same divergence.
 
     python benchmarks/preference.py --task dpo --models 4B --output benchmarks/results/preference.json
     python benchmarks/preference.py --task reward --models 4B --pairs 32 --output benchmarks/results/distillation.json
@@ -42,11 +43,13 @@ from shapes import GROUPS, LORA_LAYERS, MODELS
 from step import earlier_report, profile, seconds_of_steps
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast, set_seed
 
-from transformers_packed import configure_packing, patch_model
+from transformers_packed import DataCollatorWithFlattening, configure_packing, patch_model
+from transformers_packed.models.losses import DivergenceLoss
 from transformers_packed.ops import implementations_used
 
 
 ARMS = ("trl", "ours", "ours+shared")
+ALL_ARMS = (*ARMS, "rows")
 _WARM_UP_STEPS = 2
 
 
@@ -209,7 +212,19 @@ def distillation_step(arm: str, config: dict, args):
     from datasets import Dataset
     from trl import DistillationConfig, DistillationTrainer
 
-    models = [make_model(x, "padded", args.device) for x in (config, MODELS[args.teacher])]
+    kind = "ours" if arm == "rows" else "padded"
+    models = [make_model(x, kind, args.device) for x in (config, MODELS[args.teacher])]
+    draw, vocab, prompt = random.Random(0), config["vocab_size"], args.prompt or 512
+    mean, sigma = args.answer or 300, 0.8
+    lengths = [round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)) for _ in range(args.prompts)]
+    lengths = torch.tensor([min(max(length, 8), 1024) for length in lengths], device=args.device)
+    mask = (torch.arange(int(lengths.max()), device=args.device) < lengths[:, None]).long()
+    generator = torch.Generator(args.device).manual_seed(0)
+    ids = torch.randint(1, vocab, (args.prompts, prompt + mask.shape[1]), generator=generator, device=args.device)
+    if arm == "rows":
+        return row_step(
+            models, [row[: prompt + n].tolist() for row, n in zip(ids, lengths, strict=True)], prompt, args
+        )
     options = {"bf16": args.device == "cuda", "use_cpu": args.device != "cuda", "report_to": "none"}
     trainer = DistillationTrainer(
         models[0],
@@ -221,13 +236,6 @@ def distillation_step(arm: str, config: dict, args):
     )
     if arm != "trl":
         configure_packing(trainer, "padding_free", share_prompts=arm == "ours+shared")
-    draw, vocab, prompt = random.Random(0), config["vocab_size"], args.prompt or 512
-    mean, sigma = args.answer or 300, 0.8
-    lengths = [round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)) for _ in range(args.prompts)]
-    lengths = torch.tensor([min(max(length, 8), 1024) for length in lengths], device=args.device)
-    mask = (torch.arange(int(lengths.max()), device=args.device) < lengths[:, None]).long()
-    generator = torch.Generator(args.device).manual_seed(0)
-    ids = torch.randint(1, vocab, (args.prompts, prompt + mask.shape[1]), generator=generator, device=args.device)
     batch = {"prompt_ids": ids[:, :prompt], "prompt_mask": torch.ones_like(ids[:, :prompt])}
     batch |= {"completion_ids": ids[:, prompt:] * mask, "completion_mask": mask}
     batch["num_items_in_batch"] = mask.sum()
@@ -246,6 +254,28 @@ def distillation_step(arm: str, config: dict, args):
         return loss.detach()
 
     return run, int(mask.sum()) + args.prompts * prompt, ids.numel()
+
+
+def row_step(models: list, samples: list[list[int]], prompt: int, args):
+    """The step on one packed row of the samples, as a Trainer with a `teacher` runs it."""
+    model, teacher = models
+    model.losses = (DivergenceLoss(teacher.eval().requires_grad_(False), beta=1.0),)
+    rows = [{"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]} for ids in samples]
+    batch = DataCollatorWithFlattening(model=model, return_boundaries=True)(rows)
+    batch = {name: x.to(args.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    if args.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = optimizer_of(model)
+
+    def run():
+        with torch.autocast(args.device, torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return run, sum(map(len, samples)), sum(map(len, samples))
 
 
 STEPS = {"dpo": dpo_step, "reward": reward_step, "grpo": grpo_step, "distillation": distillation_step}
@@ -276,7 +306,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=STEPS, required=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["0.8B"])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ALL_ARMS, default=list(ARMS))
     parser.add_argument("--pairs", type=int, default=16, help="pairs of a step of DPO or rewards")
     parser.add_argument("--groups", type=int, default=4, help="groups of a GRPO step")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step of distillation")
