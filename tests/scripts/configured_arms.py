@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
-from trl import RewardTrainer, SFTConfig, SFTTrainer
+from trl import DistillationTrainer, RewardTrainer, SFTConfig, SFTTrainer
 
 from transformers_packed import DataCollatorWithFlattening, PackingDataset, configure_packing, patch_model
 
@@ -40,8 +40,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def build(kind: str, tuning: str = "full", accumulation: int = 1, directory: str = "", **arguments) -> Trainer:
     """Build a padded Trainer as in user code."""
-    if kind == "reward":
-        return preference_trainer(kind, directory, per_device_train_batch_size=2, center_rewards_coefficient=0.1)
+    if kind in ("reward", "distillation"):
+        own = {"center_rewards_coefficient": 0.1} if kind == "reward" else {}
+        return preference_trainer(kind, directory, per_device_train_batch_size=2, **own)
     set_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear") if tuning == "lora" else None
@@ -75,7 +76,7 @@ def collate_rows(rows: list) -> dict:
 def configure(trainer: Trainer, arm: str, mode: str) -> Trainer:
     if arm == "packed":
         return configure_packing(trainer, mode, max_length=MAX_LENGTH if mode == "pack" else None)
-    if isinstance(trainer, RewardTrainer):
+    if isinstance(trainer, RewardTrainer | DistillationTrainer):
         return trainer
     trainer.data_collator = collate_rows
     if arm == "handed":

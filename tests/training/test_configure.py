@@ -93,27 +93,24 @@ class SameTrainingTest(ConfigureTestCase):
             self.assertEqual(sum(line.startswith(("Packing", "Padding-free")) for line in printed.splitlines()), 2)
             self.assertLessEqual(FIGURES | {"rank_imbalance"}, set(results[arm]["log"][-1]))
 
+    @parameterized.expand(
+        [
+            ("reward", "gradient and reward", "num_tokens min_reward mean_reward max_reward margin accuracy"),
+            ("distillation", "loss and gradient", "num_tokens entropy completions/mean_length"),
+        ]
+    )
     @pytest.mark.slow
-    def test_rewards_in_two_processes(self):
-        """Pairs of both processes count in the loss, and in the metrics, which gather rewards."""
+    def test_whole_batches_in_two_processes(self, kind, compared, metrics):
+        """Rows of both processes count in the loss, and in the metrics, which gather them."""
         results = []
         for arm in ("padded", "packed"):
-            arguments = ("reward", arm, "padding_free", "full", f"{self.directory}/{arm}.pt")
+            arguments = (kind, arm, "padding_free", "full", f"{self.directory}/{arm}.pt")
             printed, result = run_in_two_processes(self, "configured_arms.py", *arguments)
             results.append(result)
-        self.assertEqual(printed.count("loss, gradient and reward differ by"), 1)
+        self.assertEqual(printed.count(f"{compared} differ by"), 1)
         self.assertLess(total_relative_error(results[1]["updates"], results[0]["updates"]), UPDATE_BAR)
         for got, want in zip(*(result["log"] for result in results[::-1]), strict=True):
-            for name in (
-                "loss",
-                "grad_norm",
-                "num_tokens",
-                "min_reward",
-                "mean_reward",
-                "max_reward",
-                "margin",
-                "accuracy",
-            ):
+            for name in ("loss", "grad_norm", *metrics.split()):
                 self.assertAlmostEqual(got[name], want[name], delta=1e-5 * max(1, abs(want[name])), msg=name)
 
 
