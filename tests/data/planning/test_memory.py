@@ -270,8 +270,17 @@ class FormulaeTest(unittest.TestCase):
     @parameterized.expand([(8, 1), (8, 8), (64, 1), (64, 8), (64, 64), (512, 1), (512, 8), (512, 64)])
     def test_experts_over_gpus_on_paper(self, gpus, spread):
         """Weights that are gathered, and tokens that travel, counted for each expert and choice."""
-        config = Qwen3_5MoeTextConfig()
-        plan = plan_sequence_parallel(config, 2**14, gpus, 141, expert_parallel=spread)
+        large = {"hidden_size": 3072, "num_hidden_layers": 48, "num_attention_heads": 32, "linear_num_value_heads": 64}
+        large |= {"moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024}
+        found = [self.bytes_on_paper(Qwen3_5MoeTextConfig(**sizes), gpus, spread) for sizes in ({}, large)]
+        gathered, travels = zip(*found, strict=True)
+        cells = [f"{x / GIB:,.0f} GiB" for x in (*gathered, *travels)]
+        row = f"| {gpus} | {spread} | {cells[0]} | {cells[2]} | {cells[1]} | {cells[3]} |"
+        self.assertIn(row, (ROOT / "docs/how_to/experts_and_tensors.md").read_text())
+
+    def bytes_on_paper(self, config, gpus, spread):
+        """Those that a GPU receives in a step, for weights and gradients and for tokens of its experts."""
+        plan = plan_sequence_parallel(config, 2**14, gpus, 1000, expert_parallel=spread)
         number, layers, hidden = config.num_experts, config.num_hidden_layers, config.hidden_size
         own = layers * number // spread * 3 * hidden * config.moe_intermediate_size
         rest = plan.parameters.total - own * spread
@@ -279,12 +288,11 @@ class FormulaeTest(unittest.TestCase):
         gathered = 2 * (rest * (gpus - 1) / gpus + own * (gpus // spread - 1) / (gpus // spread))
         away = 2**14 * config.num_experts_per_tok * (spread - 1) / spread
         travels = 2 * away * 2 * hidden
-        text = plan_sequence_parallel(config, 2**14, gpus, 200, expert_parallel=spread).summary()
+        text = plan.summary()
         self.assertIn(f"{gathered / MIB:,.1f} MiB of weights in forward", text)
         if spread > 1:
             self.assertIn(f"Experts over {spread} GPUs receive and return {layers} x {travels / MIB:,.1f} MiB", text)
-        row = f"| {gpus} | {spread} | {3 * gathered / GIB:.0f} GiB | {2 * layers * travels / GIB:.0f} GiB |"
-        self.assertIn(row, (ROOT / "docs/how_to/experts_and_tensors.md").read_text())
+        return 3 * gathered, 2 * layers * travels
 
     def test_counts_parameters(self):
         config = Qwen3_5Config(**vision_config(SMALL))
