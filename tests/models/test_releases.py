@@ -37,6 +37,7 @@ OPTIONAL = {
     # A batch has the rows of the arguments, and a loss is taken for a shifted one.
     "transformers:Trainer.__init__": "_train_batch_size _loss_shifts_labels",
     "transformers:TrainingArguments": "_n_gpu",  # `train` beside unused GPUs is an error
+    "transformers:PreTrainedModel._no_split_modules": "",  # FSDP2 gathers all of a teacher at once
     "transformers:PreTrainedModel._supports_flash_attn": "",  # `doctor` does not advise to use FlashAttention
     "transformers:PreTrainedConfig": "_commit_hash",  # configurations are saved with the revision
     # No graph is recorded, and layers of families without classes of their own raise an error when they run again.
@@ -57,6 +58,8 @@ OPTIONAL = {
     "peft.tuners.lora.layer:ParamWrapper": "_did_swap_in_out_features",  # PEFT's forward runs
     "trl:SFTTrainer.__init__": "_is_vision_dataset",  # the error names the collator, not the images
     "trl:GRPOTrainer._get_per_token_logps_and_entropies": "",  # no check of the first step
+    "trl:DistillationTrainer._compute_loss": "",  # TRL's own products
+    "trl.trainer.distillation_trainer:_chunked_divergence_loss": "",
     "trl:DPOTrainer.__init__": "_metrics",  # the check compares the loss alone
     "trl.trainer.utils:_ChunkedLogProbFunction": "",  # TRL's own scores
     "trl.trainer.utils:add_fused_lm_head": "",  # `patch_model` refuses models with TRL's forward

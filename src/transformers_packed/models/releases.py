@@ -145,6 +145,15 @@ def builds(auto: Any, config: "PreTrainedConfig") -> bool:
     return type(config) in auto._model_mapping
 
 
+def whole_layers(model: "PreTrainedModel") -> list[str]:
+    """Return the names of the classes of its layers that are not split, for FSDP2. Without any, it gathers all at once."""
+    return sorted(
+        {type(module).__name__ for module in model.modules()}.intersection(
+            getattr(model, "_no_split_modules", None) or ()
+        )
+    )
+
+
 def auto_class(
     config: "PreTrainedConfig",
 ) -> "type[transformers.AutoModelForCausalLM] | type[transformers.AutoModelForImageTextToText]":

@@ -13,6 +13,7 @@ from ..models.losses import added, losses_of, own_weight
 from ..models.losses.head import sum_of
 from ..models.losses.loss import Loss
 from ..models.registry import inner_model, patch_model
+from ..models.releases import whole_layers
 from .facts import Facts
 from .typed import Trainer
 
@@ -96,11 +97,10 @@ def _place(trainer: Trainer, model: Any) -> None:
     # The plugin keeps the classes of layers that it has found, and those of this model are others.
     plugin = accelerator.state.fsdp_plugin
     policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
-    names = {type(module).__name__ for module in model.modules()}.intersection(model._no_split_modules or ())
     # A layer that waits for its backward would stay whole.
     changed = {
         "auto_wrap_policy": policy,
-        "transformer_cls_names_to_wrap": sorted(names),
+        "transformer_cls_names_to_wrap": whole_layers(model),
         "reshard_after_forward": True,
     }
     with swapped(vars(plugin), **changed):

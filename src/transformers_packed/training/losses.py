@@ -274,7 +274,7 @@ class SampleMean:
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
-        self._count_items, self._compute_loss = getattr(trainer, COUNT_ITEMS), trainer.compute_loss
+        self._count_items, self._loss = getattr(trainer, COUNT_ITEMS), trainer.compute_loss
         self.methods: dict[str, Callable] = {COUNT_ITEMS: self.count_items, "compute_loss": self.compute_loss}
         # Most models with an auxiliary router loss store its weight when they are built.
         default = getattr(trainer.model.config.get_text_config(), "router_aux_loss_coef", 0.0)
@@ -304,7 +304,7 @@ class SampleMean:
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         self._boundaries = _documents(inputs)
-        result = self._compute_loss(model, inputs, *args, **kwargs)
+        result = self._loss(model, inputs, *args, **kwargs)
         if self._boundaries is not None:
             got = f"{type(self._trainer).__name__}, which computes its own loss"
             fix = 'Keep its own loss with set_loss_normalization(trainer, "token").'
