@@ -3,6 +3,7 @@
 import copy
 import re
 import unittest
+from functools import partial
 from importlib.util import find_spec
 from unittest import mock
 
@@ -28,6 +29,7 @@ from transformers import (
     Trainer,
 )
 from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.experimental.gold import GOLDConfig, GOLDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingDataset, configure_packing
@@ -233,20 +235,24 @@ def orpo(directory):
     return ORPOTrainer(model, args, train_dataset=Dataset.from_list(PAIRS), processing_class=tokens)
 
 
-def gkd(directory):
+def distilled(kind, config, directory, **options):
     """Off-policy distillation. The teacher packs its batches too."""
     tokens = make_tokenizer()
-    options = {"max_length": 64, "lmbda": 0.0, "learning_rate": 0.1, "per_device_train_batch_size": 4}
-    args = GKDConfig(directory, **{**SGD, "max_steps": 2, **options})
+    options |= {"max_length": 64, "lmbda": 0.0, "learning_rate": 0.1, "per_device_train_batch_size": 4}
+    args = config(directory, **{**SGD, "max_steps": 2, **options})
     model, teacher = build_model("padded", len(tokens)), build_model("padded", len(tokens), seed=1)
     teacher.lm_head.weight.data.mul_(100)
     names = {"user": "prompt", "assistant": "chosen"}
     rows = [{"messages": [{"role": role, "content": x[name]} for role, name in names.items()]} for x in PAIRS]
-    return GKDTrainer(model, teacher, args, train_dataset=Dataset.from_list(rows), processing_class=tokens)
+    return kind(model, teacher, args, train_dataset=Dataset.from_list(rows), processing_class=tokens)
+
+
+gkd = partial(distilled, GKDTrainer, GKDConfig)
+gold = partial(distilled, GOLDTrainer, GOLDConfig, max_completion_length=16)
 
 
 class TRLTest(TRLTestCase):
-    @parameterized.expand([(orpo,), (gkd,)])
+    @parameterized.expand([(orpo,), (gkd,), (gold,)])
     def test_trains_as_padded(self, make):
         """Trainers that this package does not know."""
         trainers = [make(self.directory) for _ in range(2)]
