@@ -65,6 +65,10 @@ class NoiseTest(unittest.TestCase):
         """As of a fault that changes by chance."""
         noisy = different(side(1, 1.0, 0.3), side(2, 1.0))
         self.assertRegex(noisy, "a gradient of the row that varies from run to run like that of .*, by 0.0e.00, got")
+        more = different(side(1, 1.0, 0.3), side(2, 1.0, 0.01))
+        self.assertRegex(
+            more, "a gradient of the row that varies from run to run like that of .*, by [0-9.]+e-0[23], got"
+        )
         # A mean over rows varies less than a row.
         self.assertIsNone(different(side(1, 1.0, 0.3), side(2, 1.0, 0.1)))
 
