@@ -7,7 +7,7 @@ With `--teacher`, the divergence of the head from that of a larger model, forwar
 mixture, with entropies as TRL logs them: this package against the function of TRL's `DistillationTrainer`.
 
     python benchmarks/head.py --models 0.8B 4B --output benchmarks/results/head.json
-    python benchmarks/head.py --models 4B --teacher 9B --output benchmarks/results/head.json
+    python benchmarks/head.py --models 4B --teacher 9B --output benchmarks/results/divergence.json
 """
 
 import argparse

@@ -21,7 +21,8 @@ fine-tuning, of the same samples in one packed row, with the same divergence.
     python benchmarks/preference.py --task reward --models 4B --pairs 32 --output benchmarks/results/distillation.json
     python benchmarks/preference.py --task grpo --models 0.8B --groups 4 --output benchmarks/results/preference.json
     python benchmarks/preference.py --task grpo --models 4B --groups 1 --lora --output benchmarks/results/preference.json
-    python benchmarks/preference.py --task distillation --models 4B --teacher 9B --lora --checkpointing
+    python benchmarks/preference.py --task distillation --models 4B --teacher 9B --lora --checkpointing \
+        --output benchmarks/results/distillation.json
 """
 
 import argparse
@@ -88,25 +89,13 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6, fused=True)
 
 
-def dpo_step(arm: str, config: dict, args):
-    """Return a function that runs a step and returns the loss, and the numbers of real and padded tokens."""
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
+def options_of(device: str) -> dict:
+    return {"bf16": device == "cuda", "use_cpu": device != "cuda", "report_to": "none"}
 
-    # TRL tokenizes the dataset of a trainer when it is built. The batch comes from TRL's collator.
-    texts = Dataset.from_list([{"prompt": "a", "chosen": "a", "rejected": "a"}] * 2)
-    options = {"bf16": args.device == "cuda", "use_cpu": args.device != "cuda", "report_to": "none"}
-    trainer = DPOTrainer(
-        make_model(config, "padded", args.device),
-        args=DPOConfig(tempfile.mkdtemp(), gradient_checkpointing=True, max_length=None, **options),
-        train_dataset=texts,
-        processing_class=make_tokenizer(),
-        peft_config=lora_config(),
-    )
-    if arm != "trl":
-        configure_packing(trainer, "padding_free", share_prompts=arm == "ours+shared")
-    batch = trainer.data_collator(make_pairs(args, config["vocab_size"]))
-    batch = {name: x.to(args.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+
+def whole_step(trainer, batch: dict):
+    """Return a function that runs a step of a trainer on a batch, and the numbers of real and padded tokens."""
+    batch = {name: x.to(trainer.args.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     # `train` would do both.
     trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
     trainer.current_gradient_accumulation_steps = 1
@@ -123,6 +112,26 @@ def dpo_step(arm: str, config: dict, args):
     return run, int(batch["attention_mask"].sum()), batch["input_ids"].numel()
 
 
+def dpo_step(arm: str, config: dict, args):
+    """Return a function that runs a step and returns the loss, and the numbers of real and padded tokens."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    # TRL tokenizes the dataset of a trainer when it is built. The batch comes from TRL's collator.
+    texts = Dataset.from_list([{"prompt": "a", "chosen": "a", "rejected": "a"}] * 2)
+    options = options_of(args.device)
+    trainer = DPOTrainer(
+        make_model(config, "padded", args.device),
+        args=DPOConfig(tempfile.mkdtemp(), gradient_checkpointing=True, max_length=None, **options),
+        train_dataset=texts,
+        processing_class=make_tokenizer(),
+        peft_config=lora_config(),
+    )
+    if arm != "trl":
+        configure_packing(trainer, "padding_free", share_prompts=arm == "ours+shared")
+    return whole_step(trainer, trainer.data_collator(make_pairs(args, config["vocab_size"])))
+
+
 def reward_step(arm: str, config: dict, args):
     """Return a function that runs a step and returns the loss, and the numbers of real and padded tokens."""
     from datasets import Dataset
@@ -135,7 +144,7 @@ def reward_step(arm: str, config: dict, args):
         options = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
         model = AutoModelForSequenceClassification.from_config(text_config, **options)
     texts = Dataset.from_list([{"chosen": "a", "rejected": "a"}] * 2)
-    options = {"bf16": args.device == "cuda", "use_cpu": args.device != "cuda", "report_to": "none"}
+    options = options_of(args.device)
     trainer = RewardTrainer(
         model,
         args=RewardConfig(tempfile.mkdtemp(), gradient_checkpointing=True, max_length=None, **options),
@@ -148,20 +157,7 @@ def reward_step(arm: str, config: dict, args):
     pairs = make_pairs(args, config["vocab_size"])
     names = "chosen_ids", "rejected_ids"
     batch = trainer.data_collator([{name: pair["prompt_ids"] + pair[name] for name in names} for pair in pairs])
-    batch = {name: x.to(args.device) for name, x in batch.items()}
-    trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
-    trainer.current_gradient_accumulation_steps = 1
-    model = trainer.accelerator.prepare_model(trainer.model)
-    optimizer = optimizer_of(model)
-    model.train()
-
-    def run():
-        loss = trainer.training_step(model, dict(batch), None)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return run, int(batch["attention_mask"].sum()), batch["input_ids"].numel()
+    return whole_step(trainer, batch)
 
 
 def grpo_step(arm: str, config: dict, args):
@@ -225,7 +221,7 @@ def distillation_step(arm: str, config: dict, args):
         return row_step(
             models, [row[: prompt + n].tolist() for row, n in zip(ids, lengths, strict=True)], prompt, args
         )
-    options = {"bf16": args.device == "cuda", "use_cpu": args.device != "cuda", "report_to": "none"}
+    options = options_of(args.device)
     trainer = DistillationTrainer(
         models[0],
         models[1].bfloat16(),

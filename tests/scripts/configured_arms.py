@@ -1,4 +1,4 @@
-"""Train one model in Trainer, SFTTrainer or RewardTrainer: padded through the stock class, packed by `configure_packing`, or packed
+"""Train one model in Trainer or a trainer of TRL: padded through the stock class, packed by `configure_packing`, or packed
 with explicit rows and collator.
 
 Also a script, `configured_arms.py KIND ARM MODE TUNING OUTPUT`, to run in several processes as with torchrun.

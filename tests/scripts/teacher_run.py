@@ -3,13 +3,11 @@
 KIND is as in `mtp_run.py`. The update of each parameter and the log go to OUTPUT.
 """
 
-import os
 import sys
 
 import torch
-from common.processes import pretend_gpus
 from scripts import mtp_run
-from scripts.trainer_arms import TINY, end_process, updates_and_log
+from scripts.trainer_arms import TINY, save_and_end, shards_by_fsdp, updates_and_log
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 
 
@@ -33,15 +31,9 @@ def build(folder, kind="alone", teacher=None, **options):
 
 if __name__ == "__main__":
     kind, output = sys.argv[1:]
-    torch.set_num_threads(1)
-    sharded = bool(os.environ.get("ACCELERATE_USE_FSDP"))
-    if sharded:
-        pretend_gpus()
-    trainer = build(f"{output}.trainer", kind, max_steps=2, **({"use_cpu": False} if sharded else {}))
+    sharded = shards_by_fsdp()
+    trainer = build(f"{output}.trainer", kind, max_steps=2, use_cpu=not sharded)
     teacher = trainer.model.losses[-1].teacher
     updates, log = updates_and_log(trainer)
     parts = [x._local_tensor if sharded else x for x in teacher.parameters()]
-    if trainer.is_world_process_zero():
-        found = {"updates": updates, "log": log, "processes": trainer.args.world_size}
-        torch.save(found | {"held": sum(x.numel() for x in parts)}, output)
-    end_process()
+    save_and_end(trainer, output, updates=updates, log=log, held=sum(x.numel() for x in parts))

@@ -260,8 +260,9 @@ def read_trl_row(row: Mapping[str, Any]) -> tuple[SequenceBoundaries, list[int],
             `tree_cu_seqlens_k` `[S+1]` for `S` segments. Other columns, those of the terms of the loss, are unchanged.
 
     Returns:
-        `tuple`: [`SequenceBoundaries`] of the segments, their parents, and the columns, with tokens as `[1, N]`.
-            `labels` equals `shift_labels`, for code that checks whether a batch has labels.
+        `tuple`: the segments, [`SharedPrompts`] if one continues another and else [`SequenceBoundaries`], their parents,
+            and the columns, with tokens as `[1, N]`. `labels` equals `shift_labels`, for code that checks whether a batch
+            has labels.
 
     Raises:
         `ValueError`: a tensor is missing or has another shape, or the segments are no trees.
@@ -280,8 +281,9 @@ def read_trl_row(row: Mapping[str, Any]) -> tuple[SequenceBoundaries, list[int],
     # The last key before those of the segment itself.
     last = places[(keys[:-1] + before - 1).clamp(min=0)]
     parent_of = (torch.searchsorted(queries, last, right=True) - 1).masked_fill(before <= 0, -1).tolist()
-    positions = (SharedPrompts.of(boundaries, parent_of) if max(parent_of) >= 0 else boundaries).position_ids[0]
-    if not torch.equal(positions, row["position_ids"]):
+    if max(parent_of) >= 0:
+        boundaries = SharedPrompts.of(boundaries, parent_of)
+    if not torch.equal(boundaries.position_ids[0], row["position_ids"]):
         raise input_error("position_ids that count on from the segment before", "others", _FIX)
     columns = {name: x for name, x in row.items() if not name.startswith("tree_")}
     columns |= {name: row[name][None] for name in _TOKENS}

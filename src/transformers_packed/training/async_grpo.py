@@ -19,7 +19,6 @@ from ..errors import input_error
 from ..foreign import swapped
 from ..models.families import OWN, family_of, titles
 from ..models.registry import patch_model, registered
-from ..shared_prompts import SharedPrompts
 
 
 class AsyncGRPOTrainer(theirs.AsyncGRPOTrainer):
@@ -79,6 +78,4 @@ def _run_tree(model: torch.nn.Module, **inputs: Any) -> Any:
     for name in ("tree_max_seqlen_q", "tree_max_seqlen_k"):
         del inputs[name]
     tokens = {name: inputs[name][0].cpu() for name in ("input_ids", "position_ids", "shift_labels")}
-    boundaries, parent_of, _ = read_trl_row(segments | tokens)
-    tree = SharedPrompts.of(boundaries, parent_of) if max(parent_of) >= 0 else boundaries
-    return model(**inputs, boundaries=tree)
+    return model(**inputs, boundaries=read_trl_row(segments | tokens)[0])

@@ -38,7 +38,7 @@ from .facts import Facts
 from .options import Options
 from .run_ahead import RunAheadCallback
 from .sequence_parallel import GatherOfRows, SharedRows, against_sharing, part_collator
-from .trainers import PREFERENCE
+from .trainers import WHOLE_BATCHES
 from .typed import Trainer
 
 
@@ -82,7 +82,7 @@ def _against_options(facts: Facts) -> Iterator[Rule]:
     compiles = options.float8 and facts.trainer.args.torch_compile
     compiled = "torch_compile=True, which compiles linear layers in the dtype of the model"
     yield compiles, "float8=True without torch_compile", compiled, "Set one of them to False."
-    prompts = f'share_prompts with {", ".join(PREFERENCE)}, or with packing="batches"'
+    prompts = f'share_prompts with {", ".join(WHOLE_BATCHES)}, or with packing="batches"'
     repeats = "Set model.share_prompts = True if your own padded batches repeat prompts."
     yield options.share_prompts and not facts.padded, prompts, facts.name, repeats
     why = excludes_graphs(facts.trainer, bool(facts.padded)) if options.cuda_graphs else None

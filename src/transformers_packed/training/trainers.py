@@ -78,7 +78,7 @@ _LIBRARIES = "trl.", "sentence_transformers."
 RECORDS = _SFT, _PAIRS, _REWARDS, _GROUPS, _TEACHER, _EMBEDDINGS
 _RULE = TrainerRecord()
 # Trainers whose rows belong together.
-PREFERENCE = tuple(name for record in RECORDS if record.pads for name in record.names)
+WHOLE_BATCHES = tuple(name for record in RECORDS if record.pads for name in record.names)
 # Trainers of TRL whose own collators only pad.
 ONLY_PAD = _SFT.names
 # The classes of collators that create labels, that pad labels, and all that only pad or concatenate samples.
