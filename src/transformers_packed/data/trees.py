@@ -241,14 +241,14 @@ def _downwards(roots: list[Node]) -> Iterator[Node]:
 
 
 # The columns of TRL that describe the segments, and those with one value per token.
-_SEGMENTS = ("tree_cu_seqlens_q", "tree_cu_seqlens_k", "tree_kv_index")
-_TOKENS = ("input_ids", "position_ids", "shift_labels")
+SEGMENTS = ("tree_cu_seqlens_q", "tree_cu_seqlens_k", "tree_kv_index")
+TOKENS = ("input_ids", "position_ids", "shift_labels")
 _FIX = "Pass the row unchanged."
 
 
 def is_trl_row(element: Any) -> bool:
     """Whether a batch element is a row of `TreeRow.pack()`."""
-    return isinstance(element, Mapping) and element.get(_SEGMENTS[0]) is not None
+    return isinstance(element, Mapping) and element.get(SEGMENTS[0]) is not None
 
 
 def read_trl_row(row: Mapping[str, Any]) -> tuple[SequenceBoundaries, list[int], dict[str, torch.Tensor]]:
@@ -267,11 +267,11 @@ def read_trl_row(row: Mapping[str, Any]) -> tuple[SequenceBoundaries, list[int],
     Raises:
         `ValueError`: a tensor is missing or has another shape, or the segments are no trees.
     """
-    for name in (*_SEGMENTS, *_TOKENS):
+    for name in (*SEGMENTS, *TOKENS):
         if not isinstance(row.get(name), torch.Tensor) or row[name].ndim != 1:
             got = f"shape {tuple(row[name].shape)}" if isinstance(row.get(name), torch.Tensor) else "none"
             raise input_error(f"{name} of TreeRow.pack(), a flat tensor", got, _FIX)
-    queries, keys, places = (row[name].long() for name in _SEGMENTS)
+    queries, keys, places = (row[name].long() for name in SEGMENTS)
     boundaries = SequenceBoundaries.from_cu_seqlens(queries, total_length=row["input_ids"].numel())
     SequenceBoundaries.from_cu_seqlens(keys, total_length=places.numel())
     if keys.shape != queries.shape:
@@ -286,5 +286,5 @@ def read_trl_row(row: Mapping[str, Any]) -> tuple[SequenceBoundaries, list[int],
     if not torch.equal(boundaries.position_ids[0], row["position_ids"]):
         raise input_error("position_ids that count on from the segment before", "others", _FIX)
     columns = {name: x for name, x in row.items() if not name.startswith("tree_")}
-    columns |= {name: row[name][None] for name in _TOKENS}
+    columns |= {name: row[name][None] for name in TOKENS}
     return boundaries, parent_of, columns | {"labels": columns["shift_labels"]}

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig
 from trl.experimental.async_grpo import async_grpo_trainer as theirs
 
-from ..data.trees import read_trl_row
+from ..data.trees import SEGMENTS, TOKENS, read_trl_row
 from ..errors import input_error
 from ..foreign import swapped
 from ..models.families import OWN, family_of, titles
@@ -74,8 +74,6 @@ def _models_with_states() -> Iterator[None]:
 
 def _run_tree(model: torch.nn.Module, **inputs: Any) -> Any:
     """Run a row of TRL, of which it describes the paths of keys, as a row of documents that continue others."""
-    segments = {name: inputs.pop(name).cpu() for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")}
-    for name in ("tree_max_seqlen_q", "tree_max_seqlen_k"):
-        del inputs[name]
-    tokens = {name: inputs[name][0].cpu() for name in ("input_ids", "position_ids", "shift_labels")}
-    return model(**inputs, boundaries=read_trl_row(segments | tokens)[0])
+    tree = {name: inputs.pop(name) for name in [*inputs] if name.startswith("tree_")}
+    row = {name: tree[name].cpu() for name in SEGMENTS} | {name: inputs[name][0].cpu() for name in TOKENS}
+    return model(**inputs, boundaries=read_trl_row(row)[0])
