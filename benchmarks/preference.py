@@ -18,7 +18,7 @@ model after `configure_packing` or `patch_model`, and `ours+shared` shares promp
 fine-tuning, of the same samples in one packed row, with the same divergence.
 
     python benchmarks/preference.py --task dpo --models 4B --output benchmarks/results/preference.json
-    python benchmarks/preference.py --task reward --models 4B --pairs 32 --output benchmarks/results/distillation.json
+    python benchmarks/preference.py --task reward --models 4B --pairs 32 --output benchmarks/results/reward.json
     python benchmarks/preference.py --task grpo --models 0.8B --groups 4 --output benchmarks/results/preference.json
     python benchmarks/preference.py --task grpo --models 4B --groups 1 --lora --output benchmarks/results/preference.json
     python benchmarks/preference.py --task distillation --models 4B --teacher 9B --lora --checkpointing \
