@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .models.registry import registered as registered
     from .models.registry import unpatch_model as unpatch_model
     from .models.registry import unregister as unregister
+    from .ops.invariance import batch_invariant as batch_invariant
     from .training.callbacks.gradient_release import GradientReleaseCallback as GradientReleaseCallback
     from .training.callbacks.metrics import PackingMetricsCallback as PackingMetricsCallback
     from .training.callbacks.resume import PackingStateCallback as PackingStateCallback
@@ -59,6 +60,7 @@ _MODULES = {
     "models.float8": ("use_float8",),
     "models.registry": ("patch_model", "register", "registered", "unpatch_model", "unregister"),
     "models.mtp_head": ("add_mtp",),
+    "ops.invariance": ("batch_invariant",),
     "training.configure": ("configure_packing",),
     "training.losses": ("per_document_logps", "per_document_loss", "set_loss_normalization"),
     "training.callbacks.gradient_release": ("GradientReleaseCallback",),

@@ -99,7 +99,7 @@ class PerDocumentTest(PackedOpTesterMixin, unittest.TestCase):
 
 def layout_for(lengths, device="cpu"):
     boundaries = SequenceBoundaries.from_lengths(lengths, device=device)
-    return _layout(boundaries.lengths, boundaries.cu_seqlens.device, once=False)
+    return _layout(boundaries.lengths, boundaries.cu_seqlens.device, once=False, alone=False)
 
 
 class BucketLayoutTest(unittest.TestCase):

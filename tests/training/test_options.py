@@ -37,7 +37,7 @@ class DeclaredOnceTest(unittest.TestCase):
     def test_flags_have_the_defaults_and_the_help(self):
         declared = {x.name: x for x in fields(TrainingOptions)}
         actions = [action for action in parsers()[1]["train"]._actions if action.dest in {*declared} - {"max_length"}]
-        self.assertEqual(len(actions), 7)
+        self.assertEqual(len(actions), 8)
         for action in actions:
             option = declared[action.dest]
             self.assertEqual(action.default, option.default)

@@ -1,4 +1,4 @@
-"""Measure on one forward whether the documents of a batch depend on one another.
+"""Measure whether the documents of a batch depend on one another, and on which neighbors their bits depend.
 
 The last hidden states of one document, times fixed random weights, have a gradient of exactly 0 with respect to the
 embeddings of every other document. Hidden states and not the loss, because trainers of preferences have no loss per
@@ -69,6 +69,34 @@ def leak_between(
     if not inside:
         raise UnseenError("no hidden state depends on an embedding")
     return largest / inside
+
+
+def changed_by_others(
+    model, forward: Callable[[], Any], batch: Mapping[str, Any], places: list[torch.Tensor]
+) -> float:
+    """The largest difference of a document's last hidden states in a batch from those of the document alone.
+
+    Raises:
+        [`UnseenError`]: the model shows no last hidden states.
+    """
+    inner, largest = inner_model(model), 0.0
+    with watch(model) as seen:
+        forward()
+    together = _last_hidden(seen)
+    for place, own in zip(places, indices_of(together, batch, places), strict=True):
+        ids = batch["input_ids"].flatten()[place.to(batch["input_ids"].device)][None]
+        with watch(model) as seen:
+            inner(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        difference = together.flatten(0, 1)[own.to(together.device)] - _last_hidden(seen).flatten(0, 1)
+        # NaN is larger than any number here.
+        largest = max(largest, difference.abs().nan_to_num(nan=float("inf")).max().item())
+    return largest
+
+
+def _last_hidden(seen: "Seen") -> torch.Tensor:
+    if seen.hidden is None:
+        raise UnseenError("the model shows no last hidden states")
+    return seen.hidden.detach().float()
 
 
 def indices_of(states: torch.Tensor, batch: Mapping[str, Any], places: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -56,7 +56,7 @@ def add_options(parser: Parser) -> None:
     count("--warmup-steps", "steps of linear learning rate warmup (default: none)", 0)
     shared("--optim")
     parser.add_lora()
-    shared("--float8")
+    shared("--float8", "--batch-invariant")
     head = parser.add_mutually_exclusive_group()
     both = "also train the checkpoint's head of multi-token prediction, with 0.1 x its loss"
     head.add_argument("--mtp", action="store_true", help=both)

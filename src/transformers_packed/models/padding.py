@@ -24,6 +24,7 @@ from ..boundary_checks import position_rows, restarts_in
 from ..foreign import attention_of
 from ..ops.attention import serves_packed_rows
 from ..ops.autograd import is_transformed
+from ..ops.invariance import is_batch_invariant
 from ..ops.prompts import repeat_rows
 from ..prefix_tree import Piece, prefix_pieces
 from ..shared_prompts import Copies, SharedPrompts
@@ -71,7 +72,7 @@ class PaddedBatch:
         With `input_ids` `[B, T]`, which are read as well, documents share the tokens that they begin with.
 
         Returns `None` if the mask is all zeros, if it is all ones and nothing is shared, or if the ones of a row are
-        not contiguous.
+        not contiguous. Within [`batch_invariant`], a mask of ones makes a row too: other kernels would compute the batch.
         """
         real = attention_mask.to("cpu", torch.bool)
         runs = real[:, 0] + (real[:, 1:] & ~real[:, :-1]).sum(1)
@@ -79,7 +80,8 @@ class PaddedBatch:
         if bool((runs > 1).any()):
             return None
         tokens = int(counts.sum())
-        if tokens == 0 or (tokens == real.numel() and input_ids is None):
+        stays = tokens == real.numel() and not is_batch_invariant()
+        if tokens == 0 or (stays and input_ids is None):
             return None
         slots, shape = real.flatten().nonzero()[:, 0], (real.shape[0], real.shape[1])
         lengths: list[int] = counts[counts > 0].tolist()
@@ -88,7 +90,7 @@ class PaddedBatch:
             pieces = prefix_pieces([document.numpy() for document in documents])
             if len(pieces) > len(lengths):
                 return cls._sharing(pieces, lengths, slots, shape, device)
-        if tokens == real.numel():
+        if stays:
             return None
         boundaries = SequenceBoundaries.from_lengths(lengths)
         return cls(boundaries.to(device, non_blocking=True), slots.to(device, non_blocking=True), shape)
@@ -180,16 +182,19 @@ def _reasons(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     yield not serves_packed_rows(implementation, device), f"attn_implementation={implementation!r}"
 
 
-def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
+def padded_batch(model: Any, inputs: dict[str, Any], boundaries: SequenceBoundaries | None) -> PaddedBatch | None:
     """Return the real tokens to pack from a text model's forward arguments, or `None` to run the padded batch.
 
-    Removes `packs_padding` and `prompt_ids` from `inputs`. The first overrides the model's attribute for this call. The
+    It is also `None` for a row that has `boundaries`. Within [`batch_invariant`], a batch without a mask is one without
+    padding. Removes `packs_padding` and `prompt_ids` from `inputs`. The first overrides the model's attribute for this call. The
     second are tokens `[B, T]` by which documents share prompts, if `input_ids` are not given.
 
     Raises:
         `ValueError`: the mask has other numbers than 0 and 1.
     """
     mask, tokens = inputs.get("attention_mask"), tokens_of(inputs)
+    if mask is None and boundaries is None and tokens is not None and is_batch_invariant():
+        mask = torch.ones(tokens.shape[:2], dtype=torch.long)
     real = None if mask is None or not is_padding(mask) else read_padding(mask)
     shares = model.share_prompts and "prompt_ids" not in inputs
     why = "" if real is None else why_padded(model, inputs)

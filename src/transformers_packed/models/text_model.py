@@ -23,7 +23,7 @@ class PackedTextModelMixin(PackedModelMixin):
     @can_return_tuple
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs: Any) -> Any:
         trunk_row, _ = inputs.pop("trunk_row", None), inputs.pop("settled", None)
-        padded = padded_batch(self, inputs)
+        padded = padded_batch(self, inputs, boundaries)
         if padded is not None:
             boundaries = padded.boundaries
             inputs |= padded.packed(inputs)

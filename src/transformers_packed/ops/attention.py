@@ -317,12 +317,20 @@ def causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 # The functions that run each attention implementation of Transformers on a packed row.
 IMPLEMENTATIONS = {
     "sdpa": {
-        "cudnn": Implementation(partial(dense_attention, varlen=_varlen_attn), verify_dense_attention),
+        "cudnn": Implementation(
+            partial(dense_attention, varlen=_varlen_attn),
+            verify_dense_attention,
+            "other documents decide what it computes",
+        ),
         "varlen_attn": Implementation(_varlen_attn, _verify_varlen_attn),
         "per_document(sdpa)": Implementation(_per_document),
     },
     "eager": {"per_document(eager)": Implementation(_per_document)},
-    "flex_attention": {"flex_attention": Implementation(_flex_attention, _verify_flex_attention)},
+    "flex_attention": {
+        "flex_attention": Implementation(
+            _flex_attention, _verify_flex_attention, "its blocks of keys do not begin with documents"
+        )
+    },
 }
 
 

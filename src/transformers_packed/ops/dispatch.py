@@ -23,6 +23,7 @@ from transformers.utils import logging
 from ..boundaries import WHOLE, SequenceBoundaries
 from ..errors import input_error, unsupported
 from .autograd import is_transformed
+from .invariance import is_batch_invariant
 
 
 logger = logging.get_logger(__name__)
@@ -39,11 +40,13 @@ _NOT_TO_COMPILE = ("gated_delta_rule", "linear_cross_entropy")
 class Implementation(NamedTuple):
     """`run(*args, **kwargs)` computes the op. `verify(*args, **kwargs)` returns why it cannot, or an empty string.
 
-    Without a verifier, it supports every call.
+    Without a verifier, it supports every call. `varies` says why the bits of a document depend on the rest of its row, if
+    they do.
     """
 
     run: Callable[..., Any]
     verify: Callable[..., str] = lambda *_, **__: ""
+    varies: str = ""
 
 
 def with_triton(run: Callable, verify: Callable[..., str], reference: Callable) -> dict[str, Implementation]:
@@ -76,6 +79,8 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
     for name in table if impl == "auto" else (impl,):
         reason = "" if name == "reference" else reference_only
         reason = reason or table[name].verify(*args, **kwargs)
+        if table[name].varies and is_batch_invariant():
+            reason = f"is not batch invariant: {table[name].varies}"
         if not reason:
             # Warn on a GPU, where the reference is many times slower than any kernel.
             may_warn = name == "reference" and impl == "auto"

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from .backends import triton
+from .invariance import is_batch_invariant
 
 
 # Sizes of operands of products in float8 have to be multiples of this.
@@ -34,6 +35,8 @@ _INFINITY = 0x7F800000
 
 def verify(rows: torch.Tensor, weight: Any, dtype: torch.dtype) -> str:
     """Whether products of `rows` and `weight` can run in float8 and return `dtype`."""
+    if is_batch_invariant():
+        return "is not batch invariant: the kernel of a product in float8 depends on the number of rows"
     if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
         return f"needs weights with multiples of {MULTIPLE} as sizes, not {tuple(weight.shape)}"
     if not rows.is_cuda:

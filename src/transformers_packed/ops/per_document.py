@@ -7,7 +7,7 @@ respect to another document's inputs are exactly zero, because no operation join
 
 The cost is one gather and one scatter of the row, and one call of the function per bucket of lengths. At most a fifth
 of a bucket is padding (documents of up to 64 tokens share one bucket). The layout is computed once per batch on the
-host and cached in [`SequenceBoundaries`].
+host and cached in [`SequenceBoundaries`]. Within [`batch_invariant`], each document is a batch of its own without padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..boundaries import CHUNK_SIZE, SequenceBoundaries
+from .invariance import is_batch_invariant
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def per_document(
         boundaries ([`SequenceBoundaries`]):
             Document boundaries of the rows.
         once (`bool`, *optional*, defaults to `False`):
-            Whether to pad all documents to the longest one, and call the function once for each row.
+            Whether to pad all documents to the longest one, and call the function once for each row. Within
+            [`batch_invariant`], it has no effect.
 
     Returns:
         `torch.Tensor` of shape `[1, T, ...]`: the packed results, in a tuple if the function returns a tuple.
@@ -91,7 +93,10 @@ def per_document(
     for tensor in tensors:
         boundaries.check_row(tensor, "tensors", "...")
     device = boundaries.cu_seqlens.device
-    layout = boundaries.derived(f"per_document {once=}", lambda: _layout(boundaries.lengths, device, once))
+    alone = is_batch_invariant()
+    layout = boundaries.derived(
+        f"per_document {once=} {alone=}", lambda: _layout(boundaries.lengths, device, once, alone)
+    )
     return in_batches(function, [row[0] for row in tensors], layout)
 
 
@@ -180,9 +185,12 @@ def to_batch(chunk: torch.Tensor, bucket: LengthBucket) -> torch.Tensor:
     return padded.index_copy(0, bucket.slots, chunk).unflatten(0, shape)
 
 
-def _layout(lengths: list[int], device: torch.device, once: bool) -> BucketLayout:
+def _layout(lengths: list[int], device: torch.device, once: bool, alone: bool) -> BucketLayout:
     """Compute the layout of a row as padded batches, once per row on the host."""
-    groups = [list(range(len(lengths)))] if once else _group_by_length(lengths)
+    if alone:
+        groups = [[document] for document in range(len(lengths))]
+    else:
+        groups = [list(range(len(lengths)))] if once else _group_by_length(lengths)
     return layout_of(lengths, device, [(group, max(lengths[document] for document in group)) for group in groups])
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..models.registry import has_our_classes, inner_model, set_switches, unpatch_model
+from ..ops.invariance import is_batch_invariant, set_batch_invariant
 from ..parallel.groups import SequenceParallel, destroy_groups
 from .facts import Facts
 from .restore import without_autocast
@@ -78,10 +79,12 @@ class Applied(TrainerCallback):
             The models that had no classes of ours.
         changes (`list[Change]`):
             The attributes of modules, parameters and configurations that were changed while models were prepared.
+        was_invariant (`bool`):
+            Whether [`batch_invariant`] was active before.
     """
 
-    def __init__(self, setup: Setup, stock: list[torch.nn.Module], changes: list[Change]):
-        self.setup, self.stock, self.changes = setup, stock, changes
+    def __init__(self, setup: Setup, stock: list[torch.nn.Module], changes: list[Change], was_invariant: bool):
+        self.setup, self.stock, self.changes, self.was_invariant = setup, stock, changes, was_invariant
 
 
 def applied_to(trainer: Trainer) -> Applied | None:
@@ -114,12 +117,15 @@ def apply(trainer: Trainer, setup: Setup, undone: Applied | None = None) -> list
         raise
     if parallel is not None:
         trainer.sequence_parallel = parallel
+    was_invariant = is_batch_invariant()
+    if setup.facts.options.batch_invariant:
+        set_batch_invariant(True)
     for target, name, value, _ in setup.changes:
         # The list grows later, when the user adds callbacks.
         setattr(target, name, list(value) if name == "callbacks" else value)
     # The arguments always say which mode is active.
     if models or any(change.target is not trainer.args for change in setup.changes):
-        trainer.callback_handler.callbacks.append(Applied(setup, stock, _changes_of(models, before)))
+        trainer.callback_handler.callbacks.append(Applied(setup, stock, _changes_of(models, before), was_invariant))
     if undone is None:
         return []
     with without_autocast(trainer, undone.setup.models[:-1]):
@@ -145,6 +151,8 @@ def undo_last(trainer: Trainer) -> list[str]:
         return []
     handler.callbacks = [x for x in handler.callbacks if x is not applied]
     _undo_changes(applied.setup.changes)
+    if applied.setup.facts.options.batch_invariant:
+        set_batch_invariant(applied.was_invariant)
     if applied.setup.parallel is not None:
         destroy_groups(trainer.sequence_parallel)
         del trainer.sequence_parallel

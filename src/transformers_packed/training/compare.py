@@ -268,6 +268,16 @@ def check_leak(leak: float, documents: int) -> None:
         raise DifferenceError(str(input_error(expected, f"one of {leak:.1e} of that within them", PADDED)))
 
 
+def check_bits(difference: float) -> None:
+    if difference != 0:
+        expected, got = (
+            "the bits of each document alone, for batch_invariant=True",
+            f"a difference of {difference:.1e}",
+        )
+        fix = "Remove batch_invariant, or find the operation with `transformers-packed audit --invariance`."
+        raise DifferenceError(str(input_error(expected, got, fix)))
+
+
 def precision_of(model: torch.nn.Module, args: Any = None) -> str:
     """The precision of the matrix products, a key of `BARS`. `args` are those of a Trainer, which runs autocast."""
     weight = next(x for x in model.parameters() if x.is_floating_point())

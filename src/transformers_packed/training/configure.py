@@ -23,6 +23,7 @@ def configure_packing(
     max_length: int | None = None,
     *,
     float8: bool = False,
+    batch_invariant: bool = False,
     share_prompts: bool = False,
     cuda_graphs: bool | None = None,
     verify: bool = True,
@@ -88,6 +89,10 @@ def configure_packing(
             Maximum number of tokens per row for `packing=True`. Defaults to `trainer.args.max_length`.
         float8 (`bool`, *optional*, defaults to `False`):
             Train linear layers with products in float8 ([`use_float8`]).
+        batch_invariant (`bool`, *optional*, defaults to `False`):
+            Give the tokens of a document the same bits in every row and batch ([`batch_invariant`]), for the whole process
+            until packing is configured anew. The check before the first step compares documents with their rows, bit by bit.
+            If packing is not possible, this is an error.
         share_prompts (`bool`, *optional*, defaults to `False`):
             For TRL's trainers of preferences and of reinforcement learning, and for `packing="batches"`: compute once what
             documents of a batch begin with in common, such as the prompt of several answers.

@@ -25,6 +25,7 @@ class TrainingOptions:
 
     max_length: int | None = option(None, "Maximum number of tokens per packed row.")
     float8: bool = option(False, "Train linear layers with products in float8.")
+    batch_invariant: bool = option(False, "Give a document the same bits in every row and batch.")
     cuda_graphs: bool | None = option(None, "Run the layers as CUDA graphs (default: where a measured row is faster).")
     verify: bool = option(True, "Compare a few documents with a padded batch before the first step.")
     mtp_loss_weight: float = option(0.0, "Weight of the loss of the head of multi-token prediction.")
@@ -92,14 +93,15 @@ class Options(TrainingOptions):
             (self.mode != "pack", ["max_length", *sorted(self.plan_options)], "packing=True", packing),
             (
                 self.mode == "off",
-                ["share_prompts", "cuda_graphs", "sequence_parallel_size"],
+                ["share_prompts", "cuda_graphs", "batch_invariant", "sequence_parallel_size"],
                 "packing other than False",
                 off,
             ),
             (not shares, methods, "sequence_parallel_size above 1", size),
             (self.mtp_only, ["cuda_graphs", "teacher"], "no mtp_only", frozen),
             (self.teacher is None, distills, "a teacher", "none"),
-            (shares, ["cuda_graphs"], "sequence_parallel_size=1", size),
+            (shares, ["cuda_graphs", "batch_invariant"], "sequence_parallel_size=1", size),
+            (self.float8, ["batch_invariant"], "no float8", "products whose kernel depends on the number of rows"),
         ):
             if wrong and (which := ", ".join(name for name in names if name in given | set(self.plan_options))):
                 raise input_error(f"{needed} with {which}", got, f"Pass {needed}, or remove {which}.")

@@ -70,8 +70,8 @@ def decide(trainer: Trainer, options: Options) -> Setup:
     reason = first_error(chain(against_sharing(facts), reasons_against(facts)))
     if reason is None:
         return _of_batches(facts) if facts.padded else _of_rows(facts)
-    if options.mode != "auto" or options.shares_rows:
-        # Whole rows may not fit into memory, and a step would have more of them.
+    if options.mode != "auto" or options.shares_rows or options.batch_invariant:
+        # Whole rows may not fit into memory, and a step would have more of them. Padded batches would have other bits.
         raise reason
     why = f"{str(reason).rstrip('.')}, so no row runs as a CUDA graph" if options.cuda_graphs else str(reason)
     return _off(facts, why)
@@ -79,9 +79,10 @@ def decide(trainer: Trainer, options: Options) -> Setup:
 
 def _against_options(facts: Facts) -> Iterator[Rule]:
     options = facts.options
-    compiles = options.float8 and facts.trainer.args.torch_compile
     compiled = "torch_compile=True, which compiles linear layers in the dtype of the model"
-    yield compiles, "float8=True without torch_compile", compiled, "Set one of them to False."
+    for name in ("float8", "batch_invariant"):
+        wrong = getattr(options, name) and facts.trainer.args.torch_compile
+        yield wrong, f"{name}=True without torch_compile", compiled, "Set one of them to False."
     prompts = f'share_prompts with {", ".join(WHOLE_BATCHES)}, or with packing="batches"'
     repeats = "Set model.share_prompts = True if your own padded batches repeat prompts."
     yield options.share_prompts and not facts.padded, prompts, facts.name, repeats
@@ -105,6 +106,8 @@ def _setup(
     if facts.options.float8:
         prepare = [*prepare, patch_model, use_float8]
         line += "; linear layers train in float8"
+    if facts.options.batch_invariant:
+        line += "; documents have the same bits in every row"
     if ours:
         # Small updates vanish in 16 bit.
         dtype = torch.float32 if args.bf16 or args.fp16 else None

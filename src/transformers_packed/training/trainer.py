@@ -35,7 +35,7 @@ class PackedTrainingArguments(TrainingOptions, TrainingArguments):
             Concatenate the samples of a batch. By default this is done if it is safe. `False` keeps padded batches.
         max_length (`int`, *optional*):
             Maximum number of tokens per packed row.
-        float8, cuda_graphs, verify, mtp_loss_weight, mtp_only:
+        float8, batch_invariant, cuda_graphs, verify, mtp_loss_weight, mtp_only:
             As in [`configure_packing`].
         distill_weight, distill_beta, distill_temperature:
             As in [`configure_packing`]. The teacher is an argument of [`PackedTrainer`].

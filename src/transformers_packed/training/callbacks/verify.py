@@ -9,6 +9,7 @@ The real Trainer computes a few documents of some dozens of tokens its own way, 
   padded batch of the same documents, which the user's own collator makes. On a CPU, the model does not pack that batch.
   Documents of up to `_LONG` tokens follow, if the data has them. `compare.py` tells differences from rounding and noise.
   Trainers of preferences compare log-probabilities, because their first loss is a constant.
+* Bits: with `batch_invariant`, the last hidden states of a document on a GPU are those of the document alone.
 * Parts of a row: on processes that share rows, the sum of the losses of the parts and its gradient with respect to the
   embeddings equal those of the whole row, which each process computes for the other comparisons.
 * Evaluation: the real evaluation loop returns as many predictions, labels and targets as a few samples have, of which
@@ -31,7 +32,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
-from ...audit.isolation import UnseenError, leak_between
+from ...audit.isolation import UnseenError, changed_by_others, leak_between
 from ...audit.model_state import as_before, quiet
 from ...data.documents import is_packed
 from ...data.excerpts import STREAM, cut_around_target, excerpts, places_of, source_of, targets_in, targets_of
@@ -51,6 +52,7 @@ from ..compare import (
     DifferenceError,
     Result,
     Side,
+    check_bits,
     check_leak,
     find_difference,
     precision_of,
@@ -152,7 +154,7 @@ class VerifyCallback(TrainerCallback):
         facts = setup.facts
         explicit = facts.options.mode != "auto" or bool(facts.added) or facts.options.shares_rows
         # Training has begun with the first batch.
-        explicit = explicit or isinstance(loader, FirstBatch)
+        explicit = explicit or isinstance(loader, FirstBatch) or facts.options.batch_invariant
         if explicit or trainer.data_collator is not ours:
             raise difference
         callbacks = trainer.callback_handler.callbacks
@@ -233,7 +235,23 @@ class VerifyCallback(TrainerCallback):
         seconds, losses = self._compare(row)
         if unseen is not None:
             raise unseen
-        return f"{words}; loss {losses}", seconds
+        look = partial(loss_of, trainer, model, row.batch)
+        return f"{words}; loss {losses}{self._bits(model, look, row.batch, row.places)}", seconds
+
+    def _bits(self, model, forward: Callable, batch: dict, places: list) -> str:
+        """Compare documents with the same ones alone, bit by bit, if the set-up promises that they are equal.
+
+        On a CPU, functions such as `exp` round the last elements of a tensor in another way, so nothing is compared.
+        """
+        if not self.setup.facts.options.batch_invariant or self.trainer.args.device.type == "cpu":
+            return ""
+
+        def look() -> None:
+            with quiet(model), self.trainer.compute_loss_context_manager():
+                check_bits(changed_by_others(model, forward, batch, places))
+
+        self._together(look)
+        return "; documents have the bits that they have alone"
 
     def _look_between(
         self, model, forward: Callable, batch: dict, places: list, errors: AbstractContextManager
@@ -345,10 +363,13 @@ class VerifyCallback(TrainerCallback):
             return "", None
         if getattr(inner_model(model), "share_prompts", False):
             return "gradients between rows were not looked at, because rows share prompts; ", None
-        unseen = [self._look_between_rows_of(model, ids, mask, whole="" in columns) for ids, mask in columns.values()]
-        return "gradients between rows are 0; ", next(filter(None, unseen), None)
+        found = [self._look_between_rows_of(model, ids, mask, whole="" in columns) for ids, mask in columns.values()]
+        bits, unseen = zip(*found, strict=True)
+        return f"gradients between rows are 0{bits[0]}; ", next(filter(None, unseen), None)
 
-    def _look_between_rows_of(self, model, ids: torch.Tensor, mask: torch.Tensor, whole: bool) -> UnseenError | None:
+    def _look_between_rows_of(
+        self, model, ids: torch.Tensor, mask: torch.Tensor, whole: bool
+    ) -> tuple[str, UnseenError | None]:
         ids, mask = (x.to(self.trainer.args.device) for x in (ids, mask))
         rows = [torch.arange(ids.shape[1])[real] + at * ids.shape[1] for at, real in enumerate(mask.bool().cpu())]
         batch = {"input_ids": ids, "attention_mask": mask}
@@ -359,7 +380,8 @@ class VerifyCallback(TrainerCallback):
             with self.trainer.compute_loss_context_manager():
                 model(**batch, use_cache=False)
 
-        return self._look_between(model, forward, batch, rows, nullcontext())
+        bits = self._bits(model, forward, batch, rows)
+        return bits, self._look_between(model, forward, batch, rows, nullcontext())
 
 
 def _reason(trainer: Trainer) -> str | None:
