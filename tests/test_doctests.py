@@ -25,7 +25,7 @@ class DoctestsTest(unittest.TestCase):
             attempted[module.__name__.removeprefix("transformers_packed.")] = result.attempted
         # A misspelled fence or prompt would silently exclude examples.
         for name in (
-            "audit.probe",
+            "audit.audit",
             "boundaries",
             "data.collator",
             "data.planning.cost",

@@ -67,7 +67,8 @@ WORKER = (sys.executable, __file__, "--worker")
 def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
     """Build the support matrix entry of a model type: verdicts by source for the stock and the patched model."""
     from transformers_packed import patch_model
-    from transformers_packed.audit.probe import audit_model, conv_width
+    from transformers_packed.audit.audit import audit_model
+    from transformers_packed.audit.probe import conv_width
     from transformers_packed.audit.tiny import tiny_model
     from transformers_packed.models.verdict import text_config
 

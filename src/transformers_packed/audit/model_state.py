@@ -22,22 +22,32 @@ _RANDOM = ("drop", "jitter", "noise")
 
 @contextmanager
 def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
-    """Prepare `model` for an audit, and restore its state afterwards.
+    """Prepare `model` for an audit of leaks, and restore its state afterwards.
 
-    Some models use other kernels and gradient checkpointing only in training, so the model is in training mode,
-    without a cache (as under `Trainer`) and with every dropout set to 0. Gradients are computed for embeddings only.
+    The model is [`silenced`], and gradients are computed for embeddings only.
     Experts that are not this package's run as `batched_mm` if possible: in grouped matrix products the shapes depend on
     the other documents, which changes the last bits and sometimes the routing.
     """
+    with silenced(model), frozen(model):
+        _batch_experts(inner_model(model), notes)
+        yield
+
+
+@contextmanager
+def silenced(model: torch.nn.Module) -> Iterator[None]:
+    """Prepare `model` for training without randomness, and restore its state afterwards.
+
+    Some models use other kernels and gradient checkpointing only in training, so the model is in training mode,
+    without a cache (as under `Trainer`) and with every dropout set to 0.
+    """
     inner = inner_model(model)
     # Some models switch kernels when their mode changes, which their attributes tell.
-    with _same_attributes(model), as_before(model), frozen(model), quiet(model):
+    with _same_attributes(model), as_before(model), quiet(model):
         for module in model.modules():
             # Batch norms would mix documents.
             module.training = not isinstance(module, _NormBase)
         if hasattr(inner.config, "use_cache"):
             inner.config.use_cache = False
-        _batch_experts(inner, notes)
         yield
 
 

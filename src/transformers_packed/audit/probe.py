@@ -1,4 +1,4 @@
-"""`audit_model`: change one document of a packed row, and measure the effect on all other documents.
+"""Change one document of a packed row, and measure the effect on all other documents.
 
 There are four measurements. Each one is the largest relative change of a *token*, so a leak into the first three
 tokens of a long document counts in full:
@@ -31,13 +31,10 @@ import transformers
 from ..boundaries import SequenceBoundaries
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
-from ..foreign import attention_of
-from ..models.registry import inner_model, transformers_model
-from ..models.releases import has_hooks
+from ..models.registry import inner_model
 from ..shared_prompts import SharedPrompts
 from .locate import Found, finite, locate_alone, locate_backward, locate_forward, relative_change
-from .model_state import audit_state
-from .report import SOURCES, AuditReport, Leak, SourceResult
+from .report import AuditReport, Leak, SourceResult
 
 
 # The threshold as a multiple of the measured noise.
@@ -55,121 +52,6 @@ _KEYS["all"] = set().union(*_KEYS.values())
 
 class Refused(Exception):
     """The model cannot run or cannot be measured. The message gives the reason."""
-
-
-def audit_model(
-    model: torch.nn.Module,
-    *,
-    lengths: Sequence[int] | None = None,
-    parent_of: Sequence[int] | None = None,
-    inputs: Sequence[str] = ("position_ids", "all"),
-    tolerance: float | None = None,
-    gradients: bool = True,
-    seed: int = 0,
-) -> AuditReport:
-    """Measure whether a causal language model keeps the documents of a packed row apart, in forward and backward.
-
-    Any model that Transformers can run is supported: stock models, models of this package and custom code, in any
-    dtype and on any device, with any attention implementation, gradient checkpointing, PEFT or `torch.compile`. For a
-    vision-language model the audit covers text only. The model runs in training mode with every dropout set to 0 and
-    without a cache. The audit then restores its mode, hooks, gradients, configuration, buffers and the random state.
-
-    Args:
-        model (`torch.nn.Module`):
-            The model to audit.
-        lengths (`Sequence[int]`, *optional*):
-            The length in tokens of each document in the row, at least two documents. The default alternates short and
-            long documents with about 400 tokens in total: 1, 2, the convolution width minus 1, 63, 64, 65 and 200.
-        parent_of (`Sequence[int]`, *optional*):
-            For each of `lengths`, the index of the earlier document that it continues, or -1: a row with shared prompts
-            ([`SharedPrompts`]). A document may then depend on its ancestors, and `"parent_of"` is the only source of
-            boundaries.
-        inputs (`Sequence[str]`, *optional*, defaults to `("position_ids", "all")`):
-            The boundaries to pass to the model: `"position_ids"`, `"seq_idx"`, `"cu_seq_lens"` (with `max_length_q`
-            and `max_length_k`), several of these joined with `+`, or `"all"`, which passes everything that the
-            collator returns with every flag set.
-        tolerance (`float`, *optional*):
-            The largest relative change that is not a leak. By default the threshold is derived from measured noise.
-        gradients (`bool`, *optional*, defaults to `True`):
-            Whether to audit gradients too.
-        seed (`int`, *optional*, defaults to 0):
-            The random seed of the tokens.
-
-    Returns:
-        [`AuditReport`]: a report with one verdict per source of boundaries. If the model raises an error on a source,
-            the verdict is `"refused"`, with the error message. A model that is not causal or cannot run at all is
-            refused for every source.
-
-    Raises:
-        `ValueError`: an argument is malformed, `model` contains no Transformers model, or the model has no weights.
-
-    Example:
-
-    ```python
-    >>> from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-    >>> from transformers_packed import audit_model, patch_model
-    >>> config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
-    >>> report = audit_model(patch_model(Qwen3_5ForCausalLM(config)), lengths=[20, 1, 30])
-    >>> report.ok, report.leaks
-    (True, [])
-
-    ```
-    """
-    inner = _model_with_weights(model)
-    width = conv_width(inner)
-    lengths = list(lengths) if lengths is not None else [65, 1, 200, max(width - 1, 1), 63, 2, 64]
-    _check_row(lengths, parent_of, inputs)
-    if parent_of is not None:
-        inputs = (SHARED,)
-    name = f"{type(inner).__module__.partition('.')[0]}.{type(inner).__name__}"
-    report = AuditReport(name, _settings(inner) | {"seed": seed}, lengths, {}, [])
-    with audit_state(model, report.notes):
-        probe = Probe(
-            model, lengths, parent_of or [-1] * len(lengths), width, tolerance, gradients, seed, report.notes
-        )
-        refusal = probe.refusal(probe.prepare)
-        for name in dict.fromkeys(inputs):
-            refused = refusal or probe.refusal(probe.source, name, report)
-            if refused:
-                report.sources[name] = SourceResult("refused", refused)
-    report.leaks.sort(key=lambda leak: -leak.size)
-    return report
-
-
-def _model_with_weights(model: torch.nn.Module) -> transformers.PreTrainedModel:
-    """Return the Transformers model in `model`, or raise the error of [`audit_model`]."""
-    inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
-    if inner is None:
-        raise input_error("a Transformers model, or a module that contains one", type(model).__name__)
-    for name, module in inner.named_modules():
-        # Weights offloaded by accelerate are also on the meta device. They are loaded when their module is called.
-        offloaded = has_hooks(module) and module is not inner.get_input_embeddings()
-        if not offloaded and any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-            fix = "Load or initialize its weights first, and do not offload embeddings."
-            raise input_error("a model with weights", f"{name} on the meta device", fix)
-    return inner
-
-
-def _check_row(lengths: list[int], parent_of: Sequence[int] | None, inputs: Sequence[str]) -> None:
-    if len(lengths) < 2 or any(not isinstance(n, int) or n < 1 for n in lengths):
-        raise input_error("lengths of at least two documents, each with at least 1 token", lengths)
-    if parent_of is not None:
-        # Raises the error for prompts that do not fit.
-        SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), parent_of)
-    elif not inputs or isinstance(inputs, str) or any(not set(name.split("+")) <= set(SOURCES) for name in inputs):
-        raise input_error(f"inputs among {', '.join(SOURCES)}", repr(inputs))
-
-
-def _settings(model: transformers.PreTrainedModel) -> dict[str, Any]:
-    parameter = next(model.parameters())
-    cuda = parameter.device.type == "cuda"
-    return {
-        "dtype": str(parameter.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(parameter.device) if cuda else parameter.device.type,
-        "attention": str(attention_of(model.config.get_text_config())),
-        "torch": f"torch {torch.__version__}",
-        "transformers": f"transformers {transformers.__version__}",
-    }
 
 
 def conv_width(model: transformers.PreTrainedModel) -> int:
@@ -203,7 +85,7 @@ class Probe:
         self.documents = [slice(end - n, end) for n, end in zip(self.lengths, ends, strict=True)]
         self.generator = torch.Generator().manual_seed(self.seed)
         self.vocabulary = self._ordinary_tokens()
-        self.ids = self._random_ids(self.total)
+        self.ids = self.random_ids(self.total)
         # Every token becomes another one.
         size = len(self.vocabulary)
         rank = torch.searchsorted(self.vocabulary, self.ids.cpu())
@@ -227,7 +109,7 @@ class Probe:
             raise input_error("a vocabulary with at least two ordinary tokens", f"{len(tokens)} of {size}")
         return torch.tensor(tokens)
 
-    def _random_ids(self, length: int) -> torch.Tensor:
+    def random_ids(self, length: int) -> torch.Tensor:
         size = len(self.vocabulary)
         if length <= size:
             # Use each token once: equal tokens have equal keys, and top-k selects among these arbitrarily.
@@ -236,13 +118,13 @@ class Probe:
             choice = torch.randint(0, size, (length,), generator=self.generator)
         return self.vocabulary[choice].to(self.device)
 
-    def _packed(self, source: str) -> dict[str, Any]:
-        """Return the boundaries of the given kind for the row, as the collator returns them."""
+    def packed(self, source: str, lengths: list[int]) -> dict[str, Any]:
+        """Return the boundaries of the given kind for a row of such documents, as the collator returns them."""
         if source == SHARED:
-            row = SharedPrompts.of(SequenceBoundaries.from_lengths(self.lengths), self.parent_of).to(self.device)
+            row = SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), self.parent_of).to(self.device)
             return {"cu_seqlens": row.cu_seqlens, "parent_of": torch.tensor(self.parent_of)}
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, on_leak="ignore")
-        batch = collator([{"input_ids": [0] * n} for n in self.lengths])
+        batch = collator([{"input_ids": [0] * n} for n in lengths])
         wanted = set().union(*(_KEYS[part] for part in source.split("+")))
         found = {name: value for name, value in batch.items() if name in wanted}
         return {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
@@ -270,7 +152,7 @@ class Probe:
         try:
             output = model(**inputs, **kwargs)
         except Exception as error:
-            raise Refused(_message(error)) from error
+            raise Refused(message(error)) from error
         outputs = (getattr(output, name, None) for name in ("logits", "last_hidden_state"))
         logits = next((x for x in outputs if x is not None), None)
         if logits is None or logits.shape[:2] != (1, len(ids)):
@@ -324,7 +206,7 @@ class Probe:
             try:
                 (logits[self.documents[document]].float() * projection).sum().backward()
             except Exception as error:
-                raise Refused(f"backward: {_message(error)}") from error
+                raise Refused(f"backward: {message(error)}") from error
         gradient = leaves[0].grad
         if gradient is None:
             raise Refused("backward: no gradient reaches the embeddings")
@@ -358,7 +240,7 @@ class Probe:
         noise = [repeated]
         for ids, alone in zip(documents, wholes, strict=True):
             for extra in (17, self.total // 2, self.total):
-                tail = self._random_ids(extra)
+                tail = self.random_ids(extra)
                 longer = self.logits(torch.cat([ids, tail]))[: len(alone)]
                 noise.append(relative_change(longer, alone).max().item())
         # Packed kernels may compute in another order, and a model may amplify changes of the last bit.
@@ -386,7 +268,7 @@ class Probe:
 
     def source(self, name: str, report: AuditReport) -> None:
         """Measure one source of boundaries and add the results to the report."""
-        kwargs = self._packed(name)
+        kwargs = self.packed(name, self.lengths)
         row = self.logits(self.ids, **kwargs)
         repeated = max(self.repeat_noise, self._repeat(row, **kwargs))
         influence = []
@@ -456,7 +338,7 @@ class Probe:
             found = self._find(leak, run, tolerance)
         except Exception as error:
             # Custom code may not support hooks or separate calls of modules. The leak remains valid.
-            self.notes.append(f"{leak.source} {direction}: the search for the module failed: {_message(error)}")
+            self.notes.append(f"{leak.source} {direction}: the search for the module failed: {message(error)}")
             return
         if found is not None:
             module, module_class, kind = found
@@ -482,6 +364,6 @@ class Probe:
         return locate_backward(self.model, run, self.total, origin, tokens, leak.threshold)
 
 
-def _message(error: Exception) -> str:
+def message(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

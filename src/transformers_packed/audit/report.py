@@ -106,6 +106,104 @@ class SourceResult:
 
 
 @dataclass
+class Placement:
+    """The differences between documents in one place and the same documents alone in a row.
+
+    Attributes:
+        name (`str`): the place.
+        hidden_states (`list[float]`): the largest absolute difference of the last hidden states of each document.
+        logps (`list[float]`): the largest absolute difference of the log-probabilities of each document's own next tokens.
+            0 for a document of one token. Empty if the model has no logits.
+        reason (`str`, *optional*): why a document was not measured.
+        other_sums (`bool`): whether another order of sums belongs to the place, as in a tree of documents. Differences
+            are then no failure.
+    """
+
+    name: str
+    hidden_states: list[float] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    reason: str | None = None
+    other_sums: bool = False
+
+    @property
+    def worst(self) -> float:
+        """The largest difference of any document."""
+        return max([*self.hidden_states, *self.logps], default=0.0)
+
+
+@dataclass
+class Operation:
+    """An operation with equal inputs and other results at the tokens of a document.
+
+    Attributes:
+        name (`str`): the operator of PyTorch or the op of this package, `"A in B"` for an operator inside an op. If an
+            operator with another name ran for the document alone, it follows in parentheses.
+        calls (`int`): the number of calls with other results.
+        size (`float`): the largest absolute difference of the results.
+    """
+
+    name: str
+    calls: int = 0
+    size: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.calls} calls, by up to {self.size:.1e}"
+
+
+@dataclass
+class Invariance:
+    """Whether documents have the same bits wherever they stand.
+
+    Attributes:
+        placements (`list[Placement]`): the differences in each place.
+        worst (`str`, *optional*): the name of the place with the largest difference, without those with other sums.
+        document (`int`, *optional*): the document with the largest difference there.
+        operations (`list[Operation]`): the operations that bring the differences there, in the order of their first
+            calls.
+        remainder (`float`, *optional*): the largest difference there once the results of all `operations` are those of
+            the document alone. 0 if they explain everything.
+    """
+
+    placements: list[Placement]
+    worst: str | None = None
+    document: int | None = None
+    operations: list[Operation] = field(default_factory=list)
+    remainder: float | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether no document was measured in a place other than alone."""
+        return not any(place.hidden_states for place in self.placements[1:])
+
+    @property
+    def ok(self) -> bool:
+        """Whether every difference is exactly 0, in all places that the model accepts, without those with other sums."""
+        return not self.refused and not any(place.worst for place in self.placements if not place.other_sums)
+
+    def lines(self) -> list[str]:
+        """Format the differences as plain text, and the operations that bring them."""
+        rows = [("placement", "hidden states", "logps")]
+        for place in self.placements:
+            sizes = (place.hidden_states, place.logps)
+            rows.append((place.name, *("-" if not x else f"{max(x):.1e}" if max(x) else "0" for x in sizes)))
+        lines = _aligned(rows)
+        other = [place.name for place in self.placements if place.other_sums]
+        lines += ["", f"other sums, so differences are expected: {', '.join(other)}"] if other else []
+        if self.worst is not None:
+            lines += ["", f"operations that bring them in {self.worst}, document {self.document}"]
+            lines += [f"  {operation}" for operation in self.operations]
+            if self.remainder != 0:
+                rest = "not measured" if self.remainder is None else f"a difference of {self.remainder:.1e}"
+                lines.append(f"  others, which were not found: {rest}")
+        return lines
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+@dataclass
 class AuditReport:
     """The result of [`audit_model`].
 
@@ -116,6 +214,8 @@ class AuditReport:
         sources (`dict[str, SourceResult]`): the verdict and the measurements for each source of boundaries.
         leaks (`list[Leak]`): every pair of documents above the threshold, sorted by decreasing size.
         notes (`list[str]`): changes that the audit made to the model while it ran, and steps that failed.
+        invariance ([`Invariance`], *optional*): the differences of documents in other places. `sources` and `leaks` are
+            then empty, because leaks were not measured.
     """
 
     model: str
@@ -124,10 +224,20 @@ class AuditReport:
     sources: dict[str, SourceResult]
     leaks: list[Leak]
     notes: list[str] = field(default_factory=list)
+    invariance: Invariance | None = None
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """The reason why something was not measured, by the source of boundaries or the placement."""
+        refused = {name: str(x.reason) for name, x in self.sources.items() if x.verdict == "refused"}
+        places = self.invariance.placements if self.invariance else ()
+        return refused | {place.name: place.reason for place in places if place.reason}
 
     @property
     def refused(self) -> bool:
-        """Whether the model rejects every source of boundaries, so that nothing was measured."""
+        """Whether the model rejects every source of boundaries, or every placement, so that nothing was measured."""
+        if self.invariance is not None:
+            return self.invariance.refused
         return all(result.verdict == "refused" for result in self.sources.values())
 
     @property
@@ -136,7 +246,11 @@ class AuditReport:
 
         This requires the verdict `"isolated"` for `"all"`. If the model rejects `"all"` or was audited without it,
         every source that it accepts must be isolated, and it must accept at least one.
+
+        In a report of `invariance` it is [`Invariance.ok`] instead, which says nothing about leaks.
         """
+        if self.invariance is not None:
+            return self.invariance.ok
         accepted = {name: result.verdict for name, result in self.sources.items() if result.verdict != "refused"}
         if "all" in accepted:
             return accepted["all"] == "isolated"
@@ -149,15 +263,19 @@ class AuditReport:
         largest gradient at a token of another document, relative to the largest at the document's own tokens. `alone`
         is the largest relative change of a token's logits between a document in the row and in a separate row. The
         noise thresholds are in parentheses.
+
+        For `invariance`, the largest differences per placement, then the operations that bring them.
         """
         settings = (f"{name} {value}" if name == "seed" else str(value) for name, value in self.settings.items())
         lines = [f"{self.model}: {', '.join(settings)}"]
         lines += [f"documents 0 to {len(self.lengths) - 1} of {', '.join(map(str, self.lengths))} tokens", ""]
-        rows = [("boundaries", "verdict", *_COLUMNS)]
-        rows += [(name, x.verdict, *map(x.cell, _COLUMNS)) for name, x in self.sources.items()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        refused = [f"{name}: {x.reason}" for name, x in self.sources.items() if x.verdict == "refused"]
+        if self.invariance is not None:
+            lines += self.invariance.lines()
+        else:
+            rows = [("boundaries", "verdict", *_COLUMNS)]
+            rows += [(name, x.verdict, *map(x.cell, _COLUMNS)) for name, x in self.sources.items()]
+            lines += _aligned(rows)
+        refused = [f"{name}: {reason}" for name, reason in self.refusals.items()]
         for title, items in (("refused", refused), ("leaks", self._leaks_in_words()), ("notes", self.notes)):
             if items:
                 lines += ["", title, *(f"  {item}" for item in items)]
@@ -189,6 +307,10 @@ class AuditReport:
             fields.pop("ok")
             fields["sources"] = {name: SourceResult(**result) for name, result in fields["sources"].items()}
             fields["leaks"] = [Leak(**leak) for leak in fields["leaks"]]
+            if fields["invariance"] is not None:
+                found = fields["invariance"] = Invariance(**fields["invariance"])
+                found.placements = [Placement(**place) for place in found.placements]
+                found.operations = [Operation(**operation) for operation in found.operations]
             return cls(**fields)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise input_error("the text returned by AuditReport.to_json", f"other text ({error})") from None
@@ -206,11 +328,14 @@ class AuditReport:
 
         Raises:
             `ImportError`: matplotlib is not installed.
-            `ValueError`: the number of titles differs from the number of reports.
+            `ValueError`: a report of `invariance`, which has no such matrices, or the number of titles differs from the
+                number of reports.
         """
         if find_spec("matplotlib") is None:
             raise ImportError("plot needs matplotlib: pip install matplotlib")
         reports = [self, *others]
+        if any(report.invariance for report in reports):
+            raise input_error("reports of leaks", "a report of invariance", "Print its table instead.")
         names = [report.model.rpartition(".")[2] for report in reports] if titles is None else list(titles)
         if len(names) != len(reports):
             raise input_error(f"{len(reports)} titles, one per report", len(names))

@@ -2,10 +2,12 @@
 
 Change one document of a packed row and measure the effect on the logits and gradients of the others. Exit status: 0 if
 documents are isolated with all boundaries that the collator can provide (without 'all' in --inputs, or if the model
-refuses it, with each kind that the model accepts), 1 if they leak, 2 if the audit failed.
+refuses it, with each kind that the model accepts), 1 if they leak, 2 if the audit failed. With --invariance, 0 if a
+document has the same bits in all places that the model accepts, 1 if not.
 
     transformers-packed audit qwen3_5_text --stock
     transformers-packed audit Qwen/Qwen3.5-0.8B --json > audit.json
+    transformers-packed audit Qwen/Qwen3.5-0.8B --invariance
 """
 
 import argparse
@@ -15,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import input_error
 from .options import Parser, positive_int
 
 
@@ -41,6 +44,8 @@ def add_options(parser: Parser) -> None:
     told = "boundaries to pass to the model (default: position_ids all)"
     add("--inputs", nargs="+", choices=sources, default=inputs, help=told)
     add("--lengths", nargs="+", type=positive_int, metavar="N", help="document lengths (default: selected edge cases)")
+    told = "measure instead whether a document has the same bits in rows, in padded batches and alone"
+    add("--invariance", action="store_true", help=told)
     parser.add_shared("--plot", metavar="FILE", help="plot the influence between documents (needs matplotlib)")
     parser.add_shared("--json")
 
@@ -53,19 +58,22 @@ def hide_gpu_packages() -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Returns 0 if it is `ok`, and 1 if documents leak.
+    """Print the report. Returns 0 if it is `ok`, and 1 if documents leak or, with `--invariance`, have other bits.
 
     Raises:
         `ImportError`, `OSError`, `ValueError`: the audit failed.
     """
     import torch
 
+    if args.plot and args.invariance:
+        raise input_error("--plot without --invariance, which measures no influence", "both")
+
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     hidden = [] if device.startswith("cuda") else hide_gpu_packages()
     # A late import: model classes select their kernels at import time.
     from transformers.utils import logging
 
-    from ..audit.probe import audit_model
+    from ..audit.audit import audit_model
     from ..models.registry import registered
 
     logging.disable_progress_bar()
@@ -76,14 +84,15 @@ def run(args: argparse.Namespace) -> int:
         raise
     except Exception as error:  # A configuration or custom model code may raise anything.
         raise ValueError(f"{args.model} cannot be built: {error}") from error
-    report = audit_model(model, lengths=args.lengths, inputs=args.inputs, seed=args.seed)
+    options = {"lengths": args.lengths, "inputs": args.inputs, "invariance": args.invariance, "seed": args.seed}
+    report = audit_model(model, **options)
     if hidden:
         report.notes.append(f"{', '.join(hidden)} cannot run without a GPU, so the PyTorch references were audited")
     print(report.to_json() if args.json else report.table())
     if args.plot:
         report.plot(args.plot)
     if report.refused:
-        reasons = dict.fromkeys(str(result.reason) for result in report.sources.values())
+        reasons = dict.fromkeys(report.refusals.values())
         raise ValueError(f"{args.model} could not be audited: {'; '.join(reasons)}")
     return 0 if report.ok else 1
 

@@ -14,6 +14,7 @@ Whoever must ask before a call which implementation would run takes representati
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +23,7 @@ from transformers.utils import logging
 
 from ..boundaries import WHOLE, SequenceBoundaries
 from ..errors import input_error, unsupported
+from ..foreign import swapped
 from .autograd import is_transformed
 from .invariance import is_batch_invariant
 
@@ -35,6 +37,10 @@ _used: dict[str, dict[str, None]] = {}
 _of_tokens: set[str] = set()
 # The compiler would unroll the chunks of one reference, and keep all logits of the other.
 _NOT_TO_COMPILE = ("gated_delta_rule", "linear_cross_entropy")
+
+
+Observer = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
+_observer: Observer | None = None
 
 
 class Implementation(NamedTuple):
@@ -85,10 +91,15 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
             # Warn on a GPU, where the reference is many times slower than any kernel.
             may_warn = name == "reference" and impl == "auto"
             ran(op, name, refused, args if may_warn else ())
-            return table[name].run
+            return table[name].run if _observer is None else _observer(op, name, table[name].run)
         refused.append(f"{name}: {reason}")
     fix = 'Use impl="auto"' + (", install the missing package" if impl == "auto" else "") + " or change the input."
     raise input_error(f'an input that impl="{impl}" supports', "; ".join(refused), fix)
+
+
+def observed(observer: Observer) -> AbstractContextManager[None]:
+    """Context manager in which each call of an op runs `observer(op, name, function)`, given what was chosen for it."""
+    return swapped(globals(), _observer=observer)
 
 
 def _why_reference_only(op: str, impl: str) -> str:
