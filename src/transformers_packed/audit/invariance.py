@@ -25,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from ..boundaries import SequenceBoundaries
 from ..foreign import swapped
 from ..models.cuda_graphs import find_text_models, graph_length, records_graphs, use_cuda_graphs
+from ..models.families import families_of
+from ..models.family import Own
 from ..models.packed_model import PackedModelMixin
 from ..ops.dispatch import observed
 from .locate import eager
@@ -70,8 +72,8 @@ class _Measurement:
     def places(self, source: str) -> Iterator[tuple[str, Callable[[], Place]]]:
         """Yield the name of each place, and a function that makes it."""
         yield "alone again", lambda: self.alone
-        for before, after in _ROWS:
-            before, after = ([n * self.factor for n in x] for x in (before, after))
+        for row in _ROWS:
+            before, after = ([n * self.factor for n in lengths] for lengths in row)
             yield f"row, {sum(before)} before, {sum(after)} after", partial(self.packed, source, before, after)
         for side in ("right", "left"):
             for size in (1, 4, 8):
@@ -157,7 +159,7 @@ class _Measurement:
         return Place(inputs, 0, torch.cat([tokens[0], tokens[1], tokens[3]]))
 
     def check_shared(self, fewest: int) -> None:
-        if not isinstance(self.inner, PackedModelMixin):
+        if not isinstance(self.inner, PackedModelMixin) or not families_of(self.inner, Own):
             raise Refused("the model takes no shared prompts")
         if len(self.ids) < fewest:
             raise Refused(f"needs a document of at least {fewest} tokens")
@@ -175,32 +177,29 @@ class _Measurement:
         """Return the document's last hidden states `[n, hidden]` and, if the model has logits, log-probabilities `[n-1]`."""
         try:
             with place.around():
-                results = [self.hidden(self.inner.base_model, place), self.logps(self.probe.model, place)]
+                hidden = self.of_document(self.inner.base_model, "last_hidden_state", place)
+                logits = self.of_document(self.probe.model, "logits", place)
         except Refused:
             raise
         except Exception as error:
             raise Refused(message(error)) from error
-        if results[0] is None:
+        if hidden is None:
             raise Refused("the model shows no last hidden states")
-        return [x for x in results if x is not None]
+        if logits is None:
+            return [hidden]
+        return [hidden, self.logps(logits)]
+
+    def logps(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits[:-1].float().log_softmax(-1).gather(-1, self.ids[1:, None])[:, 0]
 
     def watched(self, model: torch.nn.Module, place: Place, watch: Watch) -> torch.Tensor:
-        """Return the last of [`run`]'s results."""
+        """Return the document's logits, or its last hidden states if the model has none."""
         with place.around(), watch, observed(watch.op):
-            logps = self.logps(model, place)
-            results = self.hidden(model, place) if logps is None else logps
+            logits = self.of_document(model, "logits", place)
+            results = self.of_document(model, "last_hidden_state", place) if logits is None else logits
         if results is None:
             raise Refused("the model shows no results")
         return results
-
-    def hidden(self, model: torch.nn.Module, place: Place) -> torch.Tensor | None:
-        return self.of_document(model, "last_hidden_state", place)
-
-    def logps(self, model: torch.nn.Module, place: Place) -> torch.Tensor | None:
-        logits = self.of_document(model, "logits", place)
-        if logits is None:
-            return None
-        return logits[:-1].float().log_softmax(-1).gather(-1, self.ids[1:, None])[:, 0]
 
     def of_document(self, model: torch.nn.Module, name: str, place: Place) -> torch.Tensor | None:
         x = getattr(model(**place.inputs), name, None)
@@ -263,5 +262,6 @@ def _search(document: _Measurement, place: Place, name: str, number: int, result
         actual = document.watched(model, place, watch)
     result.operations = list(watch.found.values())
     result.remainder = difference(actual, expected)
-    if difference(expected, document.results[-1]):
+    seen = document.logps(expected) if len(document.results) == 2 else expected
+    if difference(seen, document.results[-1]):
         document.probe.notes.append("while operations were searched for, the document alone had other bits")

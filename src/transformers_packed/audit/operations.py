@@ -24,7 +24,7 @@ from .report import Operation
 
 @dataclass(frozen=True)
 class Place:
-    """The arguments of a forward, and where the document `ids` is: its tokens (int64 `[n]`) in a row of the batch."""
+    """The arguments of a forward, and where the document is: its tokens (int64 `[n]`) in a row of the batch."""
 
     inputs: dict[str, Any]
     row: int
@@ -57,7 +57,8 @@ class Watch(TorchDispatchMode):
         self.found: dict[str, Operation] = {}
         self.ops: list[str] = []
         self.busy = False
-        self.weights = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+        weights = (*model.parameters(), *model.buffers())
+        self.weights = {x.untyped_storage().data_ptr() for x in weights if _is_plain(x)}
         rows, self.width = place.inputs["input_ids"].shape
         self.rows, self.start, self.length = rows, int(place.tokens[0]), len(place.tokens)
         # Layers see the batch with flattened rows, or without padding.
@@ -108,10 +109,10 @@ class Watch(TorchDispatchMode):
             candidates = self.expected.get(key, [])
             # A mask may be missing on one side, and attention with a mask may have more heads of keys.
             loose = key[0] == "attention"
-            match = next((x for x in candidates if loose or inputs <= x[1] or inputs >= x[1]), None)
-            if match is not None:
-                candidates.remove(match)
-                self.compare(name, match, results)
+            matches = (n for n, x in enumerate(candidates) if loose or inputs <= x[1] or inputs >= x[1])
+            first = next(matches, None)
+            if first is not None:
+                self.compare(name, candidates.pop(first), results)
         finally:
             self.busy = False
 
@@ -135,7 +136,7 @@ class Watch(TorchDispatchMode):
         """Return the fingerprint of the first floating-point input, and those of all inputs and weights."""
         self.busy = True
         try:
-            first, found = None, set()
+            first, found = None, set[Any]()
             for x in tree_leaves(values):
                 if self.is_weight(x):
                     found.add(("weight", x.data_ptr()))
@@ -150,8 +151,7 @@ class Watch(TorchDispatchMode):
             self.busy = False
 
     def is_weight(self, x: Any) -> bool:
-        plain = type(x) in (torch.Tensor, torch.nn.Parameter)
-        return plain and x.untyped_storage().data_ptr() in self.weights
+        return _is_plain(x) and x.untyped_storage().data_ptr() in self.weights
 
     def part(self, x: Any) -> torch.Tensor | None:
         """Return the document's tokens of a tensor as a view `[n, ...]`, or `None` if it has no tokens."""
@@ -172,6 +172,10 @@ class Watch(TorchDispatchMode):
                         tokens = tokens.narrow(dim, start, self.length)
                 return tokens
         return None
+
+
+def _is_plain(x: Any) -> bool:
+    return type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _kind(name: str) -> str:

@@ -182,7 +182,7 @@ class Invariance:
 
     def lines(self) -> list[str]:
         """Format the differences as plain text, and the operations that bring them."""
-        rows = [("placement", "hidden states", "logps")]
+        rows: list[tuple[str, ...]] = [("placement", "hidden states", "logps")]
         for place in self.placements:
             sizes = (place.hidden_states, place.logps)
             rows.append((place.name, *("-" if not x else f"{max(x):.1e}" if max(x) else "0" for x in sizes)))
@@ -308,9 +308,10 @@ class AuditReport:
             fields["sources"] = {name: SourceResult(**result) for name, result in fields["sources"].items()}
             fields["leaks"] = [Leak(**leak) for leak in fields["leaks"]]
             if fields["invariance"] is not None:
-                found = fields["invariance"] = Invariance(**fields["invariance"])
-                found.placements = [Placement(**place) for place in found.placements]
-                found.operations = [Operation(**operation) for operation in found.operations]
+                found = fields["invariance"]
+                found["placements"] = [Placement(**place) for place in found["placements"]]
+                found["operations"] = [Operation(**operation) for operation in found["operations"]]
+                fields["invariance"] = Invariance(**found)
             return cls(**fields)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise input_error("the text returned by AuditReport.to_json", f"other text ({error})") from None

@@ -32,7 +32,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..boundaries import FLASH_KEYWORDS, LAYER_KEYWORDS, PACKING_KEYWORDS, SequenceBoundaries
 from ..errors import input_error
 from ..foreign import swapped
-from ..ops.dispatch import ran
+from ..ops.dispatch import observable, ran
 from ..ops.per_document import per_document
 from .families import (
     LANGUAGE_MODELS,
@@ -433,7 +433,8 @@ def mixer_class(builtin: type[torch.nn.Module], mixer: Mixer) -> type:
     """Create the subclass of a token mixer that keeps documents apart."""
 
     def run(module: torch.nn.Module, arguments: dict[str, Any]) -> Any:
-        return (builtin.forward if running.count == 0 else forward)(module, **arguments)
+        name, function = ("stock", builtin.forward) if running.count == 0 else ("documents apart", forward)
+        return observable(type(module).__name__, name, function)(module, **arguments)
 
     @torch.compiler.disable(reason="packed rows differ in the lengths of their documents")
     def forward(module: torch.nn.Module, **arguments: Any) -> Any:

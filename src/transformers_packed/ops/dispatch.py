@@ -91,7 +91,7 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
             # Warn on a GPU, where the reference is many times slower than any kernel.
             may_warn = name == "reference" and impl == "auto"
             ran(op, name, refused, args if may_warn else ())
-            return table[name].run if _observer is None else _observer(op, name, table[name].run)
+            return observable(op, name, table[name].run)
         refused.append(f"{name}: {reason}")
     fix = 'Use impl="auto"' + (", install the missing package" if impl == "auto" else "") + " or change the input."
     raise input_error(f'an input that impl="{impl}" supports', "; ".join(refused), fix)
@@ -100,6 +100,11 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
 def observed(observer: Observer) -> AbstractContextManager[None]:
     """Context manager in which each call of an op runs `observer(op, name, function)`, given what was chosen for it."""
     return swapped(globals(), _observer=observer)
+
+
+def observable(op: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what to call instead of `function`, so that observers see it. Ops and mixers that choose one call this."""
+    return function if _observer is None else _observer(op, name, function)
 
 
 def _why_reference_only(op: str, impl: str) -> str:
