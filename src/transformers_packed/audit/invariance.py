@@ -10,7 +10,7 @@ The place with the largest difference runs once more, and so does the document a
 Lengths that are multiples of 16 hide one such operation: on a CPU, elementwise functions round the last elements of a
 tensor, which fill no vector, in another way. The lengths of rows and batches here add a multiple of 16 to the document's.
 
-The cost for a document is two forwards for each of 18 places, and two more to search.
+The cost for a document is two forwards for each of 19 places and alone, and two to search.
 """
 
 import inspect
