@@ -74,6 +74,8 @@ ARMS["ours+qlora+prepared"] = ARMS["ours"]
 ARMS |= {f"{name}+float8": ARMS["ours"] for name in ("ours", "ours+graphs", "ours+lora")}
 # With the head of multi-token prediction, trained with the trunk or alone.
 ARMS |= {f"ours+{name}": ARMS["ours"] for name in ("mtp", "mtp-only", "mtp+float8", "mtp+lora")}
+# With the same bits for a document in every row.
+ARMS |= {f"{name}+invariant": ARMS["ours"] for name in ("ours", "ours+lora")}
 # Frozen weights in float8 only, by torchao.
 ARMS["ours+lora+float8base"] = ARMS["ours"]
 # The same layers of the stock class in torchao's float8, with a scale for each row.
@@ -87,7 +89,8 @@ def default_arms(config: dict) -> list[str]:
     names = [
         name
         for name in ARMS
-        if name != "ours padded" and not {"lora", "qlora", "float8", "torchao", "mtp", "mtp-only"} & {*name.split("+")}
+        if name != "ours padded"
+        and not {"lora", "qlora", "float8", "torchao", "mtp", "mtp-only", "invariant"} & {*name.split("+")}
     ]
     return [name for name in names if "num_experts" in config or not ARMS[name].experts]
 

@@ -21,6 +21,7 @@ with experts, the arms of the built-in classes compute them with `grouped_mm`, a
     python benchmarks/step.py --models 4B --arms ours ours+lora packed+varlen+liger+lora --output benchmarks/results/lora.json
     python benchmarks/step.py --models 35B-A3B --layers 8 --no-head --arms packed+varlen+liger ours ours+stock-experts
     python benchmarks/step.py --models 0.8B 4B 9B --labelled 0.33 --arms ours ours+mtp ours+mtp-only
+    python benchmarks/step.py --models 0.8B 4B --arms ours ours+invariant --output benchmarks/results/invariant_step.json
     python benchmarks/step.py --plot benchmarks/results/step.json step.png
 """
 
@@ -32,6 +33,7 @@ import shlex
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 
@@ -39,6 +41,7 @@ import torch
 from arms import ARMS, Arm, default_arms, prepare
 from shapes import GROUPS, MODELS, group_of, model_flops, sample_lengths, with_layers
 
+from transformers_packed import batch_invariant
 from transformers_packed.ops import implementations_used
 
 
@@ -113,7 +116,8 @@ def measure(model: str, distribution: str, tokens: int, args, rates: dict[str, f
     for round_number in range(args.rounds):
         for name in args.arms or default_arms(config):
             try:
-                found = run_arm(name, config, lengths, args, args.warmup if round_number == 0 else 2)
+                with batch_invariant() if "+invariant" in name else nullcontext():
+                    found = run_arm(name, config, lengths, args, args.warmup if round_number == 0 else 2)
                 seconds = results.get(name, {}).get("seconds", [])
                 results[name] = found | {"seconds": seconds + found["seconds"]}
             except torch.OutOfMemoryError:

@@ -148,6 +148,10 @@ class InvarianceTest(unittest.TestCase):
                 status, stdout, stderr = run_command("audit", *options, "--json")
                 self.assertEqual(status, expected, stdout + stderr)
                 self.assertIn(text, stdout + stderr)
+        for mode, expected in (((), 1), (("--batch-invariant",), 0)):
+            # A batch without padding takes another path than a row.
+            status, stdout, _ = run_command("audit", "qwen3_5_text", *options[1:], *mode)
+            self.assertEqual(status, expected, stdout)
         status, _, stderr = run_command("audit", *options, "--plot", "audit.png")
         self.assertEqual(status, 2)
         self.assertIn("--plot without --invariance", stderr)

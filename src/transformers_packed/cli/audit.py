@@ -46,6 +46,7 @@ def add_options(parser: Parser) -> None:
     add("--lengths", nargs="+", type=positive_int, metavar="N", help="document lengths (default: selected edge cases)")
     told = "measure instead whether a document has the same bits in rows, in padded batches and alone"
     add("--invariance", action="store_true", help=told)
+    parser.add_shared("--batch-invariant")
     parser.add_shared("--plot", metavar="FILE", help="plot the influence between documents (needs matplotlib)")
     parser.add_shared("--json")
 
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     from ..audit.audit import audit_model
     from ..models.registry import registered
+    from ..ops.invariance import batch_invariant
 
     logging.disable_progress_bar()
     try:
@@ -85,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:  # A configuration or custom model code may raise anything.
         raise ValueError(f"{args.model} cannot be built: {error}") from error
     options = {"lengths": args.lengths, "inputs": args.inputs, "invariance": args.invariance, "seed": args.seed}
-    report = audit_model(model, **options)
+    with batch_invariant() if args.batch_invariant else nullcontext():
+        report = audit_model(model, **options)
     if hidden:
         report.notes.append(f"{', '.join(hidden)} cannot run without a GPU, so the PyTorch references were audited")
     print(report.to_json() if args.json else report.table())

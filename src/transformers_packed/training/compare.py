@@ -274,7 +274,7 @@ def check_bits(difference: float) -> None:
             "the bits of each document alone, for batch_invariant=True",
             f"a difference of {difference:.1e}",
         )
-        fix = "Remove batch_invariant, or find the operation with `transformers-packed audit --invariance`."
+        fix = "Remove batch_invariant, or find the operation with `transformers-packed audit --invariance --batch-invariant`."
         raise DifferenceError(str(input_error(expected, got, fix)))
 
 
