@@ -31,6 +31,8 @@ from transformers import (
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.gold import GOLDConfig, GOLDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.experimental.sdft import SDFTConfig, SDFTTrainer
+from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingDataset, configure_packing
 from transformers_packed.models.registry import has_our_classes
@@ -251,8 +253,36 @@ gkd = partial(distilled, GKDTrainer, GKDConfig)
 gold = partial(distilled, GOLDTrainer, GOLDConfig, max_completion_length=16)
 
 
+def self_distilled(kind, config, rows, directory, **options):
+    """The student with more in its prompt is the teacher of its own answers."""
+    tokens = make_tokenizer()
+    tokens.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    sizes = {"per_device_train_batch_size": 4, "max_completion_length": 8}
+    args = config(directory, **{**SGD, "max_steps": 2, "learning_rate": 0.01, "teacher_model_kind": "live", **sizes})
+    model = build_model("padded", len(tokens))
+    model.lm_head.weight.data.mul_(100)
+    return kind(model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokens, **options)
+
+
+def each_second_one(completions, **kwargs) -> list[float]:
+    """The answers that succeed are those that the teacher is told."""
+    return [float(n % 2) for n in range(len(completions))]
+
+
+HINTS = [{"prompt": "q" * n, "privileged_context": "yes" * (n % 4 + 1)} for n in range(1, 17)]
+QUESTIONS = [{"prompt": [{"role": "user", "content": "q" * n}]} for n in range(1, 17)]
+sdft = partial(self_distilled, SDFTTrainer, partial(SDFTConfig, num_generations=2), HINTS)
+sdpo = partial(
+    self_distilled,
+    SDPOTrainer,
+    partial(SDPOConfig, num_generations=4, success_reward_threshold=0.5, distillation_mode="full_logits"),
+    QUESTIONS,
+    reward_funcs=each_second_one,
+)
+
+
 class TRLTest(TRLTestCase):
-    @parameterized.expand([(orpo,), (gkd,), (gold,)])
+    @parameterized.expand([(orpo,), (gkd,), (gold,), (sdft,), (sdpo,)])
     def test_trains_as_padded(self, make):
         """Trainers that this package does not know."""
         trainers = [make(self.directory) for _ in range(2)]
