@@ -14,8 +14,9 @@ import torch
 from common.fused import guarded_buffers
 from mixins.triton import InterpretedKernelsTest, bad_input_tests
 from parameterized import parameterized
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from transformers_packed.ops.dequantization import dequantize_4bit, dequantize_rows
+from transformers_packed.ops.dequantization import dequantize_4bit, dequantize_blocks, dequantize_rows
 
 
 if find_spec("bitsandbytes"):
@@ -148,6 +149,35 @@ class RowsTest(DequantizationTestCase):
             self.check_bits(found, dequantize_rows(values, scale, dtype, impl="reference"))
 
 
+class BlocksTest(DequantizationTestCase):
+    @parameterized.expand(
+        [((256, 384), (128, 128)), ((64, 96), (32, 32)), ((3, 8), (1, 8)), ((5, 5000), (5, 1000)), ((2, 4), (2, 4))]
+    )
+    def test_bits_of_transformers(self, shape, block):
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+        scale = torch.rand([n // size for n, size in zip(shape, block, strict=True)], generator=generator) + 0.01
+        for of_blocks in (scale, scale.to(torch.float8_e8m0fnu)):
+            for dtype in DTYPES:
+                expected = Fp8Dequantize(None)._dequantize_one(values, of_blocks, dtype)
+                found = dequantize_blocks(values, of_blocks, block, dtype)
+                self.check_bits(found, expected, dtype)
+                with guarded_buffers():
+                    found = dequantize_blocks(values, of_blocks, block, dtype, impl="triton")
+                self.check_bits(found, expected, dtype)
+
+    @parameterized.expand([(200, 300), (128, 129), (1, 1)])
+    def test_last_blocks_have_fewer_rows_and_columns(self, rows, columns):
+        values = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+        scale = torch.rand(-(-rows // 128), -(-columns // 128))
+        expected = torch.empty(rows, columns)
+        for i in range(rows):
+            for j in range(columns):
+                expected[i, j] = values[i, j].float() * scale[i // 128, j // 128]
+        for impl in ("reference", "triton"):
+            self.check_bits(dequantize_blocks(values, scale, (128, 128), torch.float32, impl=impl), expected, impl)
+
+
 def state(**changes):
     values = {"absmax": torch.ones(2), "code": torch.arange(16.0), "blocksize": 64, "state2": None}
     values |= {"shape": torch.Size([2, 64]), "dtype": torch.float32}
@@ -162,15 +192,27 @@ def rows(values=torch.float8_e4m3fn, scale=(3, 1), impl="reference"):
     return dequantize_rows(torch.zeros(3, 8).to(values), torch.ones(scale), torch.float32, impl=impl)
 
 
+def blocks(values=torch.float8_e4m3fn, scale=(1, 2), impl="reference"):
+    return dequantize_blocks(torch.zeros(3, 8).to(values), torch.ones(scale), (4, 4), torch.float32, impl=impl)
+
+
 class BadInputTest(
     bad_input_tests(
         [
+            (
+                "blocks",
+                lambda: blocks(scale=(1, 3)),
+                r"scales \(1, 2\) of blocks of \(4, 4\), got \(3, 8\) and \(1, 3\)",
+            ),
             ("start", lambda: four_bit(-1), "from 0 to before 128, got 129 from -1 on"),
             ("end", lambda: four_bit(100, 29), "from 0 to before 128, got 29 from 100 on"),
             ("number", lambda: four_bit(100, -1), "got -1 from 100 on"),
             ("scale", lambda: rows(scale=(3,)), r"\[..., C\] and scales \[..., 1\], got \(3, 8\) and \(3,\)"),
         ],
-        [("float8", lambda impl: rows(torch.float8_e5m2, impl=impl), "e4m3 .*, not torch.float8_e5m2")],
+        [
+            ("float8", lambda impl: rows(torch.float8_e5m2, impl=impl), "e4m3 .*, not torch.float8_e5m2"),
+            ("float8_blocks", lambda impl: blocks(torch.float8_e5m2, impl=impl), "e4m3 .*, not torch.float8_e5m2"),
+        ],
     )
 ):
     @parameterized.expand(

@@ -3,14 +3,16 @@
 [`terms_of`] decides for each layer and input whether an op computes the layer, and is the only place that does.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
+from ..ops.autograd import autocast_dtype
 from ..ops.backends import triton
-from ..ops.dequantization import dequantize_4bit, dequantize_rows
+from ..ops.dequantization import dequantize_4bit, dequantize_blocks, dequantize_rows
 from ..ops.dispatch import ran
 from ..ops.float8 import float8_rows_of
 from ..ops.linear import fused_linears, product_dtype
@@ -32,10 +34,11 @@ def terms_of(layer: torch.nn.Module, hidden_states: torch.Tensor) -> tuple[Proje
     """
     if torch.compiler.is_compiling():
         return None
-    # On a CPU, no op is faster than calls, but products in float8 are in an op only.
-    if not triton.on_gpu(hidden_states) and not is_in_float8(getattr(layer, "base_layer", layer), hidden_states):
+    base: Any = getattr(layer, "base_layer", layer)
+    # On a CPU, no op is faster than calls, but products in float8, and weights in blocks of float8, are in an op only.
+    if not triton.on_gpu(hidden_states) and not is_in_float8(base, hidden_states) and not _is_in_blocks(base):
         return None
-    base: Any = layer
+    base = layer
     adapters: tuple[Adapter, ...] = ()
     if type(layer) is not torch.nn.Linear and is_lora(layer):
         found, base = adapters_of(layer), base.base_layer
@@ -44,7 +47,8 @@ def terms_of(layer: torch.nn.Module, hidden_states: torch.Tensor) -> tuple[Proje
             return None
         adapters = found
     in_float8 = is_in_float8(base, hidden_states)
-    known = (weight_of(base, in_float8) for weight_of in WEIGHTS)
+    dtype_of_input = autocast_dtype(hidden_states) or hidden_states.dtype
+    known = (weight_of(base, in_float8, dtype_of_input) for weight_of in WEIGHTS)
     weight: Any = next((found for found in known if found is not None), None)
     if weight is None:
         subject = "it" if base is layer else "its base layer"
@@ -70,13 +74,13 @@ def _note_call(layer: torch.nn.Module, base: torch.nn.Module, hidden_states: tor
     warn_about(base, hidden_states, reason)
 
 
-def _plain(layer, in_float8):
+def _plain(layer, in_float8, dtype):
     if not is_bare_linear(layer):
         return None
     return Float8Weight(layer.weight) if in_float8 else layer.weight
 
 
-def _torchao_float8(layer, in_float8):
+def _torchao_float8(layer, in_float8, dtype):
     """A frozen weight that torchao has quantized by `Float8WeightOnlyConfig`, in e4m3 with a scale per row."""
     if type(layer) is not torch.nn.Linear:
         return None
@@ -92,7 +96,7 @@ def _torchao_float8(layer, in_float8):
     return Dequantized(stored[0].shape, dtype, lambda: dequantize_rows(*stored, dtype))
 
 
-def _bitsandbytes(layer, in_float8):
+def _bitsandbytes(layer, in_float8, dtype):
     """A weight that bitsandbytes has quantized to 4 bit."""
     if type(layer).__module__ != "bitsandbytes.nn.modules":
         return None
@@ -114,9 +118,32 @@ def _bitsandbytes(layer, in_float8):
     return Dequantized(state.shape, layer.compute_dtype, compute)
 
 
-# Who knows the weight of a layer. The first one that does returns it, the others return `None`. For LoRA on another class
+def _is_in_blocks(layer) -> bool:
+    """Whether the layer is one of Transformers for a checkpoint in FP8, which runs on GPUs alone by itself."""
+    return type(layer) is getattr(sys.modules.get("transformers.integrations.finegrained_fp8"), "FP8Linear", None)
+
+
+def _in_blocks(layer, in_float8, dtype):
+    """A weight in e4m3 with a scale for each block, or for all. It is frozen. The input is not cast to float8."""
+    if not _is_in_blocks(layer) or layer.weight.dtype != torch.float8_e4m3fn or not is_untouched(layer, type(layer)):
+        return None
+    weight, scale, block = (
+        layer.weight.detach(),
+        layer.weight_scale_inv.detach(),
+        layer.block_size or layer.weight.shape,
+    )
+    call = weight, scale.view(1, 1) if scale.ndim == 0 else scale, tuple(block), dtype
+    return Dequantized(weight.shape, dtype, lambda: dequantize_blocks(*call))
+
+
+# Who knows the weight of a layer, given whether its products run in float8, and their dtype otherwise. The first one that does returns it, the others return `None`. For LoRA on another class
 # of PEFT, `adapters_of` lists the class too.
-WEIGHTS: tuple[Callable[[torch.nn.Module, bool], Any], ...] = (_plain, _torchao_float8, _bitsandbytes)
+WEIGHTS: tuple[Callable[[torch.nn.Module, bool, torch.dtype], Any], ...] = (
+    _plain,
+    _torchao_float8,
+    _bitsandbytes,
+    _in_blocks,
+)
 
 
 def to_fuse(

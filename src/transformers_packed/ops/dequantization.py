@@ -1,9 +1,11 @@
-"""Values of weights that are stored in 4 bit by bitsandbytes, or in float8 with a scale for each row by torchao.
+"""Values of weights that are stored in 4 bit by bitsandbytes, in float8 with a scale for each row by torchao, or in float8
+with a scale for each block by Transformers.
 
     4 bit     y[i] = code[nibble i] * absmax[i // blocksize]
     float8    y[r, c] = values[r, c] * scale[r]
+    blocks    y[r, c] = values[r, c] * scale[r // high, c // wide]
 
-Both products are computed in float32 and rounded once. With double quantization, `absmax` itself is stored in 8 bit:
+All products are computed in float32 and rounded once. With double quantization, `absmax` itself is stored in 8 bit:
 `code2[absmax[b]] * absmax2[b // blocksize2] + offset`, with a rounding after the product and one after the sum. A byte has
 two elements, the first one in its high bits.
 """
@@ -103,6 +105,46 @@ def dequantize_rows(
     return run("dequantize_rows", impl, ROWS, values, scale, dtype)
 
 
+def dequantize_blocks(
+    values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype, *, impl: str = "auto"
+) -> torch.Tensor:
+    """Multiply the blocks of a matrix in float8 by their scales.
+
+    Args:
+        values (`torch.Tensor` of shape `[R, C]`):
+            The matrix in float8 (e4m3).
+        scale (`torch.Tensor` of shape `[R / high, C / wide]`, rounded up):
+            Scales of the blocks, in float32 or as powers of two in 8 bit (`torch.float8_e8m0fnu`).
+        block (`tuple[int, int]`):
+            Rows and columns of a block, `high` and `wide`. The last ones may have fewer.
+        dtype (`torch.dtype`):
+            Dtype of the result.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (one launch) or `"reference"`. Both compute the same bits.
+
+    Returns:
+        `torch.Tensor` of shape `[R, C]`.
+
+    Raises:
+        `ValueError`: the shapes do not match, or `impl` does not support the call.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops.dequantization import dequantize_blocks
+    >>> values = torch.tensor([[1.0, 2.0, 3.0]]).to(torch.float8_e4m3fn)
+    >>> dequantize_blocks(values, torch.tensor([[0.5, 2.0]]), (128, 2), torch.float32).tolist()
+    [[0.5, 1.0, 6.0]]
+
+    ```
+    """
+    number = tuple(map(triton.ceil_div, values.shape, block))
+    if values.ndim != 2 or scale.shape != number:
+        raise input_error(f"values [R, C] and scales {number} of blocks of {block}", shapes(values, scale))
+    return run("dequantize_blocks", impl, BLOCKS, values, scale, block, dtype)
+
+
 def _reference(packed, state, first, number):
     pairs = packed.flatten()[first // 2 : (first + number + 1) // 2]
     nibbles = torch.stack((pairs >> 4, pairs & 15), 1).flatten()[first % 2 :][:number]
@@ -162,6 +204,15 @@ def _reference_rows(values, scale, dtype):
     return (values.float() * scale).to(dtype)
 
 
+def _reference_blocks(values, scale, block, dtype):
+    each = scale.float().repeat_interleave(block[0], 0)[: len(values)].repeat_interleave(block[1], 1)
+    return (values.float() * each[:, : values.shape[1]]).to(dtype)
+
+
+def _verify_blocks(values, scale, block, dtype) -> str:
+    return _verify_rows(values, scale.float() if scale.dtype == torch.float8_e8m0fnu else scale, dtype)
+
+
 def _verify_rows(values, scale, dtype) -> str:
     if not triton.on_gpu(values):
         return "needs CUDA tensors"
@@ -178,3 +229,4 @@ FOUR_BIT = {
     "reference": Implementation(_reference),
 }
 ROWS = with_triton(triton.late("dequantization", "dequantize_rows"), _verify_rows, _reference_rows)
+BLOCKS = with_triton(triton.late("dequantization", "dequantize_blocks"), _verify_blocks, _reference_blocks)

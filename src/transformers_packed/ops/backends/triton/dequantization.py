@@ -1,4 +1,4 @@
-"""Weights in 4 bit, with scales in float32 or in 8 bit, and weights in float8 with a scale for each row.
+"""Weights in 4 bit, with scales in float32 or in 8 bit, and weights in float8 with a scale for each row or block.
 
 A program computes whole blocks of 4 bit, so it reads and computes each scale once.
 """
@@ -41,12 +41,19 @@ def _from_4bit(
 
 
 @triton.jit(do_not_specialize=["number"])
-def _from_float8(values_ptr, scale_ptr, y_ptr, number, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _from_float8(
+    values_ptr, scale_ptr, y_ptr, number, C, scales, HIGH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < number) & (column < C)
     values = tl.load(values_ptr + row * C + column, mask=inside, other=0.0).to(tl.float32)
-    y = values * tl.load(scale_ptr + row, mask=row < number, other=0.0)
+    if HIGH:
+        # Blocks of `HIGH` rows and `WIDE` columns, of which a row has `scales`.
+        y = values * tl.load(scale_ptr + row // HIGH * scales + column // WIDE, mask=inside, other=0.0)
+    else:
+        y = values * tl.load(scale_ptr + row, mask=row < number, other=0.0)
     tl.store(y_ptr + row * C + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -69,11 +76,23 @@ def dequantize_4bit(packed: torch.Tensor, state: Any, first: int, number: int) -
 @on_its_device
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the rows `[..., C]` in float8 times their scales `[..., 1]`, in `dtype`."""
+    return _of_float8(values, scale, dtype, scale.numel(), (0, 0))
+
+
+@on_its_device
+def dequantize_blocks(
+    values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the blocks of the matrix `[R, C]` in float8 times their scales, in `dtype`."""
+    # Powers of two in 8 bit are few, and Triton does not read them.
+    return _of_float8(values, scale.float(), dtype, values.shape[0], block)
+
+
+def _of_float8(values, scale, dtype, number: int, block: tuple[int, int]) -> torch.Tensor:
     values, scale, columns = values.contiguous(), scale.contiguous(), values.shape[-1]
-    y, number = torch.empty_like(values, dtype=dtype), scale.numel()
-    width = min(next_power_of_2(columns), _OF_FLOAT8)
+    y, width = torch.empty_like(values, dtype=dtype), min(next_power_of_2(columns), _OF_FLOAT8)
     rows = _OF_FLOAT8 // width
     _from_float8[ceil_div(number, rows), ceil_div(columns, width)](
-        values, scale, y, number, columns, rows, width, num_warps=8
+        values, scale, y, number, columns, scale.shape[-1], *block, rows, width, num_warps=8
     )
     return y
