@@ -27,6 +27,7 @@ from transformers_packed import (
     Verified,
     add_mtp,
     audit_model,
+    batch_invariant,
     configure_packing,
     mtp_acceptance,
     pack_dataset,
@@ -55,6 +56,8 @@ def models(model: Qwen3_5ForCausalLM) -> None:
         unregister()
     assert_type(patch_model(model), Qwen3_5ForCausalLM)
     assert_type(use_cuda_graphs(model, max_length=2048), Qwen3_5ForCausalLM)
+    with batch_invariant():
+        model.eval()
     assert_type(use_cuda_graphs(use_float8(patch_model(model)), 64), Qwen3_5ForCausalLM)
     assert_type(use_float8(model, lambda module, name: "mlp" in name), Qwen3_5ForCausalLM)
     batch = DataCollatorWithFlattening(model=model, return_cu_seqlens=True)(

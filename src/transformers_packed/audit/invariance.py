@@ -28,6 +28,7 @@ from ..models.cuda_graphs import find_text_models, graph_length, records_graphs,
 from ..models.families import families_of
 from ..models.family import Own
 from ..models.packed_model import PackedModelMixin
+from ..models.releases import CHECKPOINTS
 from ..ops.dispatch import observed
 from .locate import eager
 from .operations import Place, Watch, difference
@@ -115,7 +116,7 @@ class _Measurement:
         if not modules:
             raise Refused("the model has no gradient checkpointing")
         options: dict[str, Any] = {"gradient_checkpointing": True}
-        options["_gradient_checkpointing_func"] = partial(checkpoint, use_reentrant=False)
+        options[CHECKPOINTS[0]] = partial(checkpoint, use_reentrant=False)
         with swapped(*map(vars, modules), **options), torch.enable_grad():
             yield
 

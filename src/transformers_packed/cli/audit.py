@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     if args.plot and args.invariance:
-        raise input_error("--plot without --invariance, which measures no influence", "both")
+        got = "both, and --invariance measures no influence"
+        raise input_error("--plot without --invariance", got, "Remove one of them.")
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     hidden = [] if device.startswith("cuda") else hide_gpu_packages()
