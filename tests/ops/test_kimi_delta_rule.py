@@ -4,7 +4,7 @@ import unittest
 
 import torch
 from common.mixing_ops import make_rule_inputs
-from mixins.op import PackedOpTesterMixin, relative_error
+from mixins.op import PackedOpTesterMixin
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
@@ -82,8 +82,15 @@ class KimiDeltaRuleTest(unittest.TestCase):
             output = function(*leaves[:5], **options, boundaries=boundaries)
             output = output[0] if isinstance(output, tuple) else output
             found.append([output, *torch.autograd.grad((output * weight).sum(), leaves)])
+        # The gradients of the gate's parameters are sums over tokens, which cancel. Their error is one of the summands.
+        summands, sizes = found[1][4].abs(), {}
+        if parameters:
+            x = (inputs[3] + parameters["dt_bias"].view(heads, -1)).abs()
+            sizes = {"da_log": (summands * x).sum((0, 1, 3)).norm(), "ddt_bias": summands.sum((0, 1)).norm()}
         for name, a, b in zip(NAMES, *found, strict=False):
-            self.assertLess(relative_error(a, b), {torch.float64: 1e-12, torch.float32: 1e-5}[dtype], name)
+            error = (a - b).norm() / sizes.get(name, b.norm())
+            # At most a quarter of that with AVX2 and without.
+            self.assertLess(error, {torch.float64: 1e-14, torch.float32: 5e-6}[dtype], name)
 
     def test_bfloat16(self):
         # The decay is computed in float32.
