@@ -20,6 +20,7 @@ from transformers import set_seed
 from transformers_packed import SequenceBoundaries, use_cuda_graphs
 from transformers_packed.models import cuda_graphs, recordings
 from transformers_packed.ops.backends import chunk_indices
+from transformers_packed.ops.invariance import set_batch_invariant
 
 
 ROWS = {
@@ -123,6 +124,7 @@ CHANGES = {
         2,
     ),
     "checkpointing": (checkpoint_graphed, 2),
+    "kernels": (lambda model, number: set_batch_invariant(number > 0), 2),
 }
 
 
@@ -204,6 +206,7 @@ class CudaGraphsTest(unittest.TestCase):
     @parameterized.expand([(name,) for name in CHANGES])
     def test_records_again_after_a_change_of(self, name):
         change, values = CHANGES[name]
+        self.addCleanup(set_batch_invariant, False)
         graphed, plain = models_of()
         for number in range(values):
             for model in (graphed, plain):

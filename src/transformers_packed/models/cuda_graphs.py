@@ -23,6 +23,7 @@ from ..boundaries import WHOLE, SequenceBoundaries
 from ..errors import input_error
 from ..foreign import attention_of, swapped
 from ..ops.autograd import autocast_dtype, saved_tensor_hooks
+from ..ops.invariance import is_batch_invariant
 from .experts import isolates
 from .families import OWN, families_of, titles
 from .family import Own
@@ -260,7 +261,8 @@ class LayerGraphs:
         """Apply the layers to `inputs` (hidden states `[1, T, hidden]`, cosines and sines `[1, T, rotary]`)."""
         slots = _slots(boundaries.num_documents)
         cast = autocast_dtype(inputs[0])
-        key = (slots, attention, cast, *((x.shape[2:], x.dtype, x.requires_grad) for x in inputs))
+        kernels = attention, cast, is_batch_invariant()
+        key = (slots, *kernels, *((x.shape[2:], x.dtype, x.requires_grad) for x in inputs))
         graph = self._graphs.get(key)
         if graph is None:
             if self._place is None:
