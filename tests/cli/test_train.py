@@ -614,6 +614,17 @@ class CommandTest(unittest.TestCase):
         self.assertLess((merged - whole).abs().max(), 1e-5)
         self.assertLess(total_relative_error({"logits": whole}, {"logits": want}), 0.3)
 
+    def test_a_base_that_is_stored_in_fp8(self):
+        config = Qwen3_5TextConfig(**TEXT_CONFIG)
+        config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        config.save_pretrained(self.directory)
+        settings = Namespace(load_in_4bit=False)
+        self.assertEqual(finetune.quantization_of(finetune.supported_config(str(self.directory), settings)), "fp8")
+        settings.load_in_4bit = True
+        message = "16 or 32 bit with --load-in-4bit, got .*, whose weights are stored as fp8. Remove --load-in-4bit"
+        with self.assertRaisesRegex(ValueError, message):
+            finetune.supported_config(str(self.directory), settings)
+
     def test_the_names_of_a_whole_model(self):
         """A vision-language model loads the adapter of its language model with `language_model` in the names."""
         vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}

@@ -254,7 +254,18 @@ def supported_config(source: str, settings: Namespace | None = None, option: str
             option = f"--{name.replace('_', '-')}"
             got = f"{source}, a {config.model_type}"
             raise input_error(f"{expected} as --model", got, f"Remove {option}.", option=option)
+    stored = quantization_of(config)
+    if getattr(settings, "load_in_4bit", False) and stored not in (None, "bitsandbytes"):
+        got, fix = f"{source}, whose weights are stored as {stored}", "Remove --load-in-4bit: they stay as they are."
+        raise input_error("a checkpoint in 16 or 32 bit with --load-in-4bit", got, fix, option="--load-in-4bit")
     return config
+
+
+def quantization_of(config: PreTrainedConfig) -> str | None:
+    """How the weights of a checkpoint are quantized, such as `"fp8"`."""
+    stored = getattr(config, "quantization_config", None)
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    return None if method is None else str(getattr(method, "value", method))
 
 
 def _supported_config(source: str, option: str) -> PreTrainedConfig:
