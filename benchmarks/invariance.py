@@ -157,24 +157,27 @@ class Places:
             found |= self.batch(numbers[start : start + size], extra=9)
         return found
 
-    def checkpointed(self) -> dict[int, torch.Tensor]:
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+    def trained(self, seed: int) -> dict[int, torch.Tensor]:
+        """Rows of a forward for a backward."""
         self.model.train()
         try:
             with torch.enable_grad():
-                return self.in_rows(99)
+                return self.in_rows(seed)
+        finally:
+            self.model.eval()
+
+    def checkpointed(self) -> dict[int, torch.Tensor]:
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        try:
+            return self.trained(99)
         finally:
             self.model.gradient_checkpointing_disable()
-            self.model.eval()
 
     def with_graphs(self) -> dict[int, torch.Tensor]:
         use_cuda_graphs(self.model, max_length=16384)
-        self.model.train()
         try:
-            with torch.enable_grad():
-                return self.in_rows(100)
+            return self.trained(100)
         finally:
-            self.model.eval()
             remove_graphs(self.model)
 
     def sharing_prompts(self) -> dict[int, torch.Tensor]:

@@ -52,6 +52,27 @@ class ProductsTest(unittest.TestCase):
         self.assertTrue(torch.equal(together[rows], alone))
         torch.testing.assert_close(together.double(), exact, atol=1e-5, rtol=1e-5)
 
+    def test_products_in_another_dtype(self):
+        """Only GPUs have these kernels."""
+        x, w, y = torch.randn(100, 40), torch.randn(40, 9), torch.randn(100, 9)
+
+        def kernel(keys, *args, out, **scales):
+            *args, dtype = args
+            self.assertIs(dtype, torch.float64)
+            return SplitSums("mm" if len(args) == 2 else "addmm").call_boxed(keys, *args, out=out, **scales)
+
+        names = {(name, "CPU"): SimpleNamespace(call_boxed=kernel) for name in ("mm.dtype_out", "addmm.dtype_out")}
+        with mock.patch.dict(invariance._kernels, names):
+            for name, added in (("mm", ()), ("addmm", (y,))):
+                call, scales = (*added, x, w, torch.float64), {"beta": 0.5} if added else {}
+                expected = x.double() @ w.double() + (0.5 * y.double() if added else 0)
+                found = invariance._PRODUCTS[f"{name}.dtype"](None, *call, **scales)
+                self.assertIs(found.dtype, torch.float64)
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+                out = torch.empty(100, 9, dtype=torch.float64)
+                self.assertIs(invariance._PRODUCTS[f"{name}.dtype_out"](None, *call, out=out, **scales), out)
+                self.assertTrue(torch.equal(out, found))
+
     def test_without_the_mode_they_do(self):
         x, w = torch.randn(100, 40), torch.randn(40, 9)
         kernel = SplitSums("mm.out")

@@ -34,11 +34,12 @@ def terms_of(layer: torch.nn.Module, hidden_states: torch.Tensor) -> tuple[Proje
     """
     if torch.compiler.is_compiling():
         return None
-    base: Any = getattr(layer, "base_layer", layer)
     # On a CPU, no op is faster than calls, but products in float8, and weights in blocks of float8, are in an op only.
-    if not triton.on_gpu(hidden_states) and not is_in_float8(base, hidden_states) and not _is_in_blocks(base):
-        return None
-    base = layer
+    if not triton.on_gpu(hidden_states):
+        inner = getattr(layer, "base_layer", layer)
+        if not is_in_float8(inner, hidden_states) and not _is_in_blocks(inner):
+            return None
+    base: Any = layer
     adapters: tuple[Adapter, ...] = ()
     if type(layer) is not torch.nn.Linear and is_lora(layer):
         found, base = adapters_of(layer), base.base_layer
@@ -47,8 +48,7 @@ def terms_of(layer: torch.nn.Module, hidden_states: torch.Tensor) -> tuple[Proje
             return None
         adapters = found
     in_float8 = is_in_float8(base, hidden_states)
-    dtype_of_input = autocast_dtype(hidden_states) or hidden_states.dtype
-    known = (weight_of(base, in_float8, dtype_of_input) for weight_of in WEIGHTS)
+    known = (weight_of(base, in_float8, hidden_states) for weight_of in WEIGHTS)
     weight: Any = next((found for found in known if found is not None), None)
     if weight is None:
         subject = "it" if base is layer else "its base layer"
@@ -74,13 +74,13 @@ def _note_call(layer: torch.nn.Module, base: torch.nn.Module, hidden_states: tor
     warn_about(base, hidden_states, reason)
 
 
-def _plain(layer, in_float8, dtype):
+def _plain(layer, in_float8, hidden_states):
     if not is_bare_linear(layer):
         return None
     return Float8Weight(layer.weight) if in_float8 else layer.weight
 
 
-def _torchao_float8(layer, in_float8, dtype):
+def _torchao_float8(layer, in_float8, hidden_states):
     """A frozen weight that torchao has quantized by `Float8WeightOnlyConfig`, in e4m3 with a scale per row."""
     if type(layer) is not torch.nn.Linear:
         return None
@@ -96,7 +96,7 @@ def _torchao_float8(layer, in_float8, dtype):
     return Dequantized(stored[0].shape, dtype, lambda: dequantize_rows(*stored, dtype))
 
 
-def _bitsandbytes(layer, in_float8, dtype):
+def _bitsandbytes(layer, in_float8, hidden_states):
     """A weight that bitsandbytes has quantized to 4 bit."""
     if type(layer).__module__ != "bitsandbytes.nn.modules":
         return None
@@ -123,22 +123,19 @@ def _is_in_blocks(layer) -> bool:
     return type(layer) is getattr(sys.modules.get("transformers.integrations.finegrained_fp8"), "FP8Linear", None)
 
 
-def _in_blocks(layer, in_float8, dtype):
+def _in_blocks(layer, in_float8, hidden_states):
     """A weight in e4m3 with a scale for each block, or for all. It is frozen. The input is not cast to float8."""
     if not _is_in_blocks(layer) or layer.weight.dtype != torch.float8_e4m3fn or not is_untouched(layer, type(layer)):
         return None
-    weight, scale, block = (
-        layer.weight.detach(),
-        layer.weight_scale_inv.detach(),
-        layer.block_size or layer.weight.shape,
-    )
-    call = weight, scale.view(1, 1) if scale.ndim == 0 else scale, tuple(block), dtype
-    return Dequantized(weight.shape, dtype, lambda: dequantize_blocks(*call))
+    weight, scale = layer.weight.detach(), layer.weight_scale_inv.detach()
+    scale, block = (scale.view(1, 1), weight.shape) if scale.ndim == 0 else (scale, layer.block_size)
+    dtype = autocast_dtype(hidden_states) or hidden_states.dtype
+    return Dequantized(weight.shape, dtype, lambda: dequantize_blocks(weight, scale, tuple(block), dtype))
 
 
-# Who knows the weight of a layer, given whether its products run in float8, and their dtype otherwise. The first one that does returns it, the others return `None`. For LoRA on another class
-# of PEFT, `adapters_of` lists the class too.
-WEIGHTS: tuple[Callable[[torch.nn.Module, bool, torch.dtype], Any], ...] = (
+# Who knows the weight of a layer, given whether its products run in float8, and its input. The first one that does returns
+# it, the others return `None`. For LoRA on another class of PEFT, `adapters_of` lists the class too.
+WEIGHTS: tuple[Callable[[torch.nn.Module, bool, torch.Tensor], Any], ...] = (
     _plain,
     _torchao_float8,
     _bitsandbytes,

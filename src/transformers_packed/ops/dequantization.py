@@ -210,13 +210,17 @@ def _reference_blocks(values, scale, block, dtype):
 
 
 def _verify_blocks(values, scale, block, dtype) -> str:
-    return _verify_rows(values, scale.float() if scale.dtype == torch.float8_e8m0fnu else scale, dtype)
+    return _verify_float8(values, scale, torch.float32, torch.float8_e8m0fnu)
 
 
 def _verify_rows(values, scale, dtype) -> str:
+    return _verify_float8(values, scale, torch.float32)
+
+
+def _verify_float8(values, scale, *scales: torch.dtype) -> str:
     if not triton.on_gpu(values):
         return "needs CUDA tensors"
-    if (values.dtype, scale.dtype) != (torch.float8_e4m3fn, torch.float32):
+    if values.dtype != torch.float8_e4m3fn or scale.dtype not in scales:
         return f"supports values in e4m3 and scales in float32, not {values.dtype} and {scale.dtype}"
     if values.is_cuda and torch.cuda.get_device_capability(values.device) < (8, 9):
         return "needs a GPU of compute capability 8.9 or later"

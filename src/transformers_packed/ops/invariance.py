@@ -199,51 +199,22 @@ def _result(rows: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype | None 
     return rows.new_empty(rows.shape[0], matrix.shape[1], dtype=dtype)
 
 
-def _mm(keys, rows, matrix):
-    return _in_blocks("mm.out", keys, rows, _result(rows, matrix), None, matrix)
+def _mm(keys, rows, matrix, *dtype, out=None):
+    out = _result(rows, matrix, *dtype) if out is None else out
+    return _in_blocks("mm.dtype_out" if dtype else "mm.out", keys, rows, out, None, matrix, *dtype)
 
 
-def _mm_out(keys, rows, matrix, *, out):
-    return _in_blocks("mm.out", keys, rows, out, None, matrix)
+def _addmm(keys, added, rows, matrix, *dtype, out=None, **scales):
+    out = _result(rows, matrix, *dtype) if out is None else out
+    return _in_blocks("addmm.dtype_out" if dtype else "addmm.out", keys, rows, out, added, matrix, *dtype, **scales)
 
 
-def _mm_dtype(keys, rows, matrix, out_dtype):
-    return _in_blocks("mm.dtype_out", keys, rows, _result(rows, matrix, out_dtype), None, matrix, out_dtype)
-
-
-def _mm_dtype_out(keys, rows, matrix, out_dtype, *, out):
-    return _in_blocks("mm.dtype_out", keys, rows, out, None, matrix, out_dtype)
-
-
-def _addmm(keys, added, rows, matrix, *, beta=1, alpha=1):
-    return _in_blocks("addmm.out", keys, rows, _result(rows, matrix), added, matrix, beta=beta, alpha=alpha)
-
-
-def _addmm_in_place(keys, added, rows, matrix, *, beta=1, alpha=1):
-    return _in_blocks("addmm.out", keys, rows, added, added, matrix, beta=beta, alpha=alpha)
-
-
-def _addmm_out(keys, added, rows, matrix, *, beta=1, alpha=1, out):
-    return _in_blocks("addmm.out", keys, rows, out, added, matrix, beta=beta, alpha=alpha)
-
-
-def _addmm_dtype(keys, added, rows, matrix, out_dtype, *, beta=1, alpha=1):
-    out = _result(rows, matrix, out_dtype)
-    return _in_blocks("addmm.dtype_out", keys, rows, out, added, matrix, out_dtype, beta=beta, alpha=alpha)
-
-
-def _addmm_dtype_out(keys, added, rows, matrix, out_dtype, *, beta=1, alpha=1, out):
-    return _in_blocks("addmm.dtype_out", keys, rows, out, added, matrix, out_dtype, beta=beta, alpha=alpha)
+def _addmm_in_place(keys, added, *args, **scales):
+    return _addmm(keys, added, *args, out=added, **scales)
 
 
 _PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
-    "mm": _mm,
-    "mm.out": _mm_out,
-    "mm.dtype": _mm_dtype,
-    "mm.dtype_out": _mm_dtype_out,
-    "addmm": _addmm,
+    **dict.fromkeys(("mm", "mm.out", "mm.dtype", "mm.dtype_out"), _mm),
+    **dict.fromkeys(("addmm", "addmm.out", "addmm.dtype", "addmm.dtype_out"), _addmm),
     "addmm_": _addmm_in_place,
-    "addmm.out": _addmm_out,
-    "addmm.dtype": _addmm_dtype,
-    "addmm.dtype_out": _addmm_dtype_out,
 }
