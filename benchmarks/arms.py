@@ -14,7 +14,15 @@ if not torch.cuda.is_available():
     sys.modules |= dict.fromkeys(("fla", "causal_conv1d"))
 
 from shapes import LORA_EXPERTS, LORA_LAYERS, LORA_MLP
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, set_seed
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    set_seed,
+)
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, replace_with_fp8_linear
 
 from transformers_packed import DataCollatorWithFlattening, registered, use_cuda_graphs, use_float8
 from transformers_packed.models.cuda_graphs import graph_length
@@ -75,7 +83,7 @@ ARMS |= {f"{name}+float8": ARMS["ours"] for name in ("ours", "ours+graphs", "our
 # With the head of multi-token prediction, trained with the trunk or alone.
 ARMS |= {f"ours+{name}": ARMS["ours"] for name in ("mtp", "mtp-only", "mtp+float8", "mtp+lora")}
 # With the same bits for a document in every row.
-ARMS |= {f"{name}+invariant": ARMS["ours"] for name in ("ours", "ours+lora")}
+ARMS |= {f"{name}+invariant": ARMS[name] for name in ("ours", "ours+lora", "ours+graphs", "ours+graphs+lora")}
 # Frozen weights in float8 only, by torchao.
 ARMS["ours+lora+float8base"] = ARMS["ours"]
 # The same layers of the stock class in torchao's float8, with a scale for each row.
@@ -233,11 +241,26 @@ def quantize(model: torch.nn.Module, experts: bool = True) -> None:
 
 
 def make_base(config: dict, kind: str, device: str) -> torch.nn.Module:
-    """A causal model of random weights in NF4 or float8. Its experts in bfloat16 exist for one layer at a time."""
+    """A causal model of random weights: in NF4, in torchao's float8, or in FP8 as released (`"fp8"`).
+
+    Its experts in bfloat16 exist for one layer at a time.
+    """
     with registered(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+        model, other = (
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16) for _ in range(2)
+        )
     if kind == "nf4":
         initialize_in_4bit(model, nf4(torch.bfloat16), device)
+        return model
+    if kind == "fp8":
+        skipped = ["lm_head", *SENSITIVE]
+        replace_with_fp8_linear(other, skipped, FineGrainedFP8Config(), pre_quantized=True)
+        for name, module in initialized_modules(model, device):
+            stored = other.get_submodule(name)
+            if isinstance(stored, (FP8Linear, FP8Experts)):
+                fill_blocks(stored.to_empty(device=device), module)
+                model.set_submodule(name, stored)
+        model.tie_weights()
         return model
     for _, module in initialized_modules(model, device):
         if module in experts_of(module):
@@ -245,6 +268,18 @@ def make_base(config: dict, kind: str, device: str) -> torch.nn.Module:
     model.tie_weights()
     store_in_float8(model)
     return model
+
+
+def fill_blocks(stored: torch.nn.Module, module: torch.nn.Module) -> None:
+    """Store the weights of a module in blocks of 128 rows and columns, each with its largest element at the largest number."""
+    for name, scale in stored.named_parameters():
+        if name.endswith("_scale_inv"):
+            weight = getattr(module, name.removesuffix("_scale_inv")).data
+            blocks = weight.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128)).float()
+            scale.data = blocks.abs().amax((-3, -1)).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+            values = (blocks / scale.data[..., None, :, None]).view(weight.shape)
+            getattr(stored, name.removesuffix("_scale_inv")).data = values.to(torch.float8_e4m3fn)
+    stored.requires_grad_(False)
 
 
 def with_lora(model: torch.nn.Module, prepared: bool) -> torch.nn.Module:

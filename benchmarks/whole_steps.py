@@ -191,7 +191,7 @@ def measure(args, config: dict) -> dict:
         ddp_find_unused_parameters=args.ddp_find_unused_parameters,
         **options,
     )
-    if args.weights in ("nf4", "float8"):
+    if args.weights in ("nf4", "float8", "fp8"):
         model = make_base(config, args.weights, settings.device)
     else:
         with settings.device:
@@ -253,8 +253,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="0.8B")
     parser.add_argument("--layers", type=int, help="layers of the model, instead of its own number")
-    weights = "default: those of --optim, or float32"
-    parser.add_argument("--weights", choices=("float32", "bfloat16", "float8", "nf4"), help=weights)
+    weights = "float8: torchao's, fp8: blocks as in released checkpoints. Default: those of --optim, or float32"
+    parser.add_argument("--weights", choices=("float32", "bfloat16", "float8", "fp8", "nf4"), help=weights)
     parser.add_argument("--tokens", type=int, default=16384, help="of each GPU's row")
     optim = f"{', '.join(OPTIMIZERS)}, or another one of TrainingArguments"
     parser.add_argument("--optim", default=DEFAULT, metavar="NAME", help=optim)

@@ -5,16 +5,18 @@
 
 import unittest
 from importlib.util import find_spec
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from common.gpu import needs_gpu, synchronising_is_an_error
 from parameterized import parameterized
+from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from transformers_packed.models.experts import weights_of
 from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
 from transformers_packed.ops import choose_experts, experts
-from transformers_packed.ops.dequantization import dequantize_4bit, dequantize_rows
+from transformers_packed.ops.dequantization import dequantize_4bit, dequantize_blocks, dequantize_rows
 from transformers_packed.ops.terms import Adapter
 
 
@@ -34,9 +36,7 @@ def whole(weights: torch.Tensor) -> torch.Tensor:
     return weights.compute() if isinstance(weights, ExpertsIn4bit) else weights.dequantize()
 
 
-@needs_gpu
-@unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
-class CudaQuantizedExpertsTest(unittest.TestCase):
+class ExpertsTestCase(unittest.TestCase):
     def setUp(self):
         torch.manual_seed(0)
         number, hidden, width = SIZES
@@ -65,6 +65,10 @@ class CudaQuantizedExpertsTest(unittest.TestCase):
         y = experts(leaves[0], index, chosen, *weights, **options, impl="triton")
         return [y.detach(), *torch.autograd.grad(y, leaves, self.upstream)]
 
+
+@needs_gpu
+@unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+class CudaQuantizedExpertsTest(ExpertsTestCase):
     @parameterized.expand([(kind, rank) for kind in KINDS for rank in (0, 16)])
     def test_equals_the_weights_that_they_stand_for(self, kind, rank):
         module = torch.nn.Module()
@@ -78,11 +82,11 @@ class CudaQuantizedExpertsTest(unittest.TestCase):
         expected = self.run_op(plain, rank)
         for piece in (1, 3 * 256 * 256, 2**28):
             with mock.patch("transformers_packed.ops.backends.triton.moe._PIECE", piece):
-                actual = self.run_op(weights_of(module), rank)
+                actual = self.run_op(weights_of(module, self.x), rank)
                 self.assertTrue(all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), piece)
                 torch.cuda.synchronize()
                 with synchronising_is_an_error():
-                    self.run_op(weights_of(module), rank)
+                    self.run_op(weights_of(module, self.x), rank)
         # The weights are those of the library, and near the given ones.
         for x, given in zip(plain, self.weights, strict=True):
             self.assertLess(float((x - given).norm() / given.norm()), 0.15)
@@ -115,3 +119,31 @@ class CudaQuantizedExpertsTest(unittest.TestCase):
         scale = torch.tensor([[3e-5]], device="cuda")
         found, expected = (dequantize_rows(values, scale, dtype, impl=impl) for impl in ("triton", "reference"))
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_gpu
+class CudaBlocksTest(ExpertsTestCase):
+    @parameterized.expand([(torch.bfloat16,), (torch.float16,), (torch.float32,)])
+    def test_kernel_for_blocks(self, dtype):
+        for shape in ((1, 1), (200, 300), (3, 77, 129), (4, 512, 2048), (2, 17408, 5120)):
+            values = torch.randn(shape, device="cuda").to(torch.float8_e4m3fn)
+            scale = torch.rand(*shape[:-2], *(-(-n // 128) for n in shape[-2:]), device="cuda") + 0.01
+            for kind in (torch.float32, torch.float8_e8m0fnu):
+                stored = values, scale.to(kind), (128, 128), dtype
+                found, expected = (dequantize_blocks(*stored, impl=impl) for impl in ("triton", "reference"))
+                self.assertTrue(torch.equal(found, expected), (shape, kind))
+
+    @parameterized.expand([(0,), (16,)])
+    def test_experts_in_blocks(self, rank):
+        sizes = dict(zip(("num_experts", "hidden_size", "moe_intermediate_size"), SIZES, strict=True))
+        module = FP8Experts(SimpleNamespace(**sizes, hidden_act="silu"), (128, 128)).cuda().requires_grad_(False)
+        plain = []
+        for name, weights in zip(("gate_up_proj", "down_proj"), self.weights, strict=True):
+            scale = getattr(module, f"{name}_scale_inv").copy_(torch.rand_like(getattr(module, f"{name}_scale_inv")))
+            getattr(module, name).copy_(weights)
+            plain.append(dequantize_blocks(getattr(module, name), scale, (128, 128), torch.bfloat16, impl="reference"))
+        expected = self.run_op(plain, rank)
+        for piece in (1, 3 * 256 * 256, 2**28):
+            with mock.patch("transformers_packed.ops.backends.triton.moe._PIECE", piece):
+                actual = self.run_op(weights_of(module, self.x), rank)
+                self.assertTrue(all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), piece)

@@ -1,18 +1,24 @@
-"""LoRA over layers of a checkpoint in FP8, as Transformers loads them: a scale for each block, or for the whole weight."""
+"""LoRA over layers and experts of a checkpoint in FP8, as Transformers loads them: a scale for each block, or for all."""
 
 import copy
+import re
 import unittest
 from importlib.util import find_spec
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 import torch
 from mixins.lora import randomized
 from mixins.model import packed_batch, total_relative_error
 from mixins.patch import builtin_model, on_a_gpu
 from parameterized import parameterized
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Linear
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts, FP8Linear, replace_with_fp8_linear
 
-from transformers_packed import patch_model
+from transformers_packed import patch_model, registered
 from transformers_packed.audit.isolation import changed_by_others
+from transformers_packed.models.experts import _adapters_of, isolates
+from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.projections import terms_of
 from transformers_packed.ops import implementations_used
 from transformers_packed.ops.dispatch import _used
@@ -26,36 +32,52 @@ DOCUMENTS = [torch.arange(1, n) for n in (9, 30, 2, 17)]
 BLOCK = (16, 24)
 
 
-def in_blocks(layer: torch.nn.Linear, block, scale_format: str = "float") -> FP8Linear:
-    """The layer as a checkpoint in FP8 has it, with the scales of random blocks."""
-    options = {"block_size": block, "scale_fmt": scale_format, "has_bias": layer.bias is not None}
-    stored = FP8Linear(layer.in_features, layer.out_features, **options).requires_grad_(False)
-    scale = torch.rand(stored.weight_scale_inv.shape) * 0.02 + 0.002
-    stored.weight_scale_inv.data = scale.to(stored.weight_scale_inv.dtype)
-    stored.weight.data = (layer.weight.data / scale_of_each(stored)).to(torch.float8_e4m3fn)
-    if layer.bias is not None:
-        stored.bias.data = layer.bias.data
-    return stored
+def store(model: torch.nn.Module, block=BLOCK, scale_format: str = "float") -> None:
+    """Replace layers by those that Transformers has for a checkpoint in FP8, with the scales of random blocks."""
+    before = dict(model.named_modules())
+    kept = [name for name, x in before.items() if type(x) is torch.nn.Linear and not name.endswith(LAYERS)]
+    config = FineGrainedFP8Config(weight_block_size=block, scale_fmt=scale_format)
+    replace_with_fp8_linear(model, [f"^{re.escape(name)}$" for name in kept], config, pre_quantized=True)
+    for path, stored in model.named_modules():
+        if isinstance(stored, (FP8Linear, FP8Experts)):
+            stored.to_empty(device="cpu").requires_grad_(False)
+            for name, scale in list(stored.named_parameters()):
+                if name.endswith("_scale_inv"):
+                    scale.data = (torch.rand(scale.shape) * 0.02 + 0.002).to(scale.dtype)
+                    name = name.removesuffix("_scale_inv")
+                    weight = getattr(before[path], name).data / scale_of_each(stored, name)
+                    getattr(stored, name).data = weight.to(torch.float8_e4m3fn)
+            if getattr(before[path], "bias", None) is not None:
+                stored.bias.data = before[path].bias.data
 
 
-def scale_of_each(layer: FP8Linear) -> torch.Tensor:
-    scale, block = layer.weight_scale_inv.data.float(), layer.block_size
-    if block is None:
+def scale_of_each(module, name: str) -> torch.Tensor:
+    """The scale of each element. Both halves of `gate_up_proj` have one each if the experts have no blocks."""
+    scale, shape = getattr(module, f"{name}_scale_inv").data.float(), getattr(module, name).shape
+    if scale.ndim == 0:
         return scale
-    rows = scale.repeat_interleave(block[0], 0)[: layer.out_features]
-    return rows.repeat_interleave(block[1], 1)[:, : layer.in_features]
+    high, wide = module.block_size or (shape[-2] // scale.shape[-2], shape[-1])
+    rows = scale.repeat_interleave(high, -2)[..., : shape[-2], :]
+    return rows.repeat_interleave(wide, -1)[..., : shape[-1]]
 
 
-def stored_and_plain(block=BLOCK, scale_format: str = "float"):
+def layer_in_blocks() -> FP8Linear:
+    model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(48, 32)})
+    store(model)
+    return model["q_proj"]
+
+
+def stored_and_plain(block=BLOCK, scale_format: str = "float", family: str = "qwen3_5"):
     """A model with layers in FP8, and the same one with plain weights of the same values."""
     torch.manual_seed(0)
-    plain = patch_model(builtin_model("qwen3_5"))
+    plain = patch_model(builtin_model(family))
     stored = copy.deepcopy(plain)
-    for name, layer in list(plain.named_modules()):
-        if type(layer) is torch.nn.Linear and name.endswith(LAYERS):
-            stored.set_submodule(name, in_blocks(layer, block, scale_format))
-            found = stored.get_submodule(name)
-            layer.weight.data = found.weight.data.float() * scale_of_each(found)
+    store(stored, block, scale_format)
+    for path, module in stored.named_modules():
+        for name in ("weight", "gate_up_proj", "down_proj") if isinstance(module, (FP8Linear, FP8Experts)) else ():
+            if hasattr(module, name):
+                weight = getattr(plain.get_submodule(path), name)
+                weight.data = getattr(module, name).data.float() * scale_of_each(module, name)
     return stored, plain
 
 
@@ -71,25 +93,33 @@ class BlocksTest(unittest.TestCase):
     def setUp(self):
         _used.clear()
 
-    @parameterized.expand([(BLOCK, "float"), (BLOCK, "ue8m0"), (None, "float")])
-    def test_adapters(self, block, scale_format):
+    @parameterized.expand(
+        [("qwen3_5", BLOCK, "float"), ("qwen3_5", BLOCK, "ue8m0"), ("qwen3_5", None, "float")]
+        + [("qwen3_5_moe", BLOCK, "float"), ("qwen3_next", BLOCK, "ue8m0"), ("qwen3_5_moe", None, "float")]
+        + [("kimi_linear", BLOCK, "float"), ("qwen4_exp", BLOCK, "float")]
+    )
+    def test_adapters(self, family, block, scale_format):
         from peft import LoraConfig, get_peft_model
 
         adapted = []
-        for model in stored_and_plain(block, scale_format):
+        for model in stored_and_plain(block, scale_format, family):
             torch.manual_seed(1)
-            config = LoraConfig(r=4, lora_alpha=8, target_modules=list(LAYERS))
+            parameters = list(EXPERT_WEIGHTS) if family != "qwen3_5" else None
+            config = LoraConfig(r=4, lora_alpha=8, target_modules=list(LAYERS), target_parameters=parameters)
             adapted.append(randomized(get_peft_model(model, config)))
         # PEFT draws other numbers for a weight in FP8.
         adapters = {name: x for name, x in adapted[0].state_dict().items() if "lora_" in name}
         adapted[1].load_state_dict(adapters, strict=False)
+        self.assertEqual(family == "qwen3_5", not any(isinstance(x, FP8Experts) for x in adapted[0].modules()))
         with on_a_gpu():
             (loss, gradients), expected = map(run, adapted)
         self.assertLess(abs(loss - expected[0]).item(), 1e-6)
         self.assertEqual(gradients.keys(), expected[1].keys())
         self.assertTrue(all("lora_" in name for name in gradients))
         self.assertLess(total_relative_error(gradients, expected[1]), 1e-6)
-        self.assertNotIn("peft", implementations_used()["linear_lora"])
+        used = implementations_used()
+        for op, other in (("linear_lora", "peft"), ("experts_lora", "peft"), ("experts", "grouped_mm")):
+            self.assertNotIn(other, used.get(op, ()))
         # PEFT's own forward of a plain layer adds in another order.
         expected = run(adapted[1])
         for checkpointing in (False, True):
@@ -98,6 +128,35 @@ class BlocksTest(unittest.TestCase):
             loss, gradients = run(adapted[0])
             self.assertLess(abs(loss - expected[0]).item(), 1e-5)
             self.assertLess(total_relative_error(gradients, expected[1]), 1e-5)
+
+    @parameterized.expand(["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+    def test_checkpoint(self, family):
+        """A checkpoint that Transformers has written keeps its bytes, and an adapter on it is saved and loaded."""
+        from peft import LoraConfig, PeftModel, get_peft_model
+
+        skipped = ["lm_head", "in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate"]
+        config = FineGrainedFP8Config(weight_block_size=(16, 16), modules_to_not_convert=skipped)
+        # Without a GPU, Transformers dequantizes.
+        capability = mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0))
+        with TemporaryDirectory() as folder, mock.patch("torch.cuda.is_available", lambda: True), capability:
+            builtin_model(family).save_pretrained(folder)
+            stock = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+            stock.save_pretrained(folder)
+            with registered():
+                model, again = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+            stored = [x for x in model.parameters() if x.dtype == torch.float8_e4m3fn]
+            self.assertTrue(stored)
+            for name, weight in model.named_parameters():
+                self.assertTrue(torch.equal(weight.float(), stock.get_parameter(name).float()), name)
+        with TemporaryDirectory() as folder:
+            parameters = list(EXPERT_WEIGHTS) if family != "qwen3_5" else None
+            config = LoraConfig(r=4, target_modules=["q_proj", "out_proj"], target_parameters=parameters)
+            adapted = randomized(get_peft_model(model, config))
+            adapted.save_pretrained(folder)
+            again = PeftModel.from_pretrained(again, folder, is_trainable=True)
+        (loss, gradients), expected = run(adapted), run(again)
+        self.assertEqual(loss, expected[0])
+        self.assertEqual(total_relative_error(gradients, expected[1]), 0)
 
     def test_documents_stay_apart(self):
         model, plain = stored_and_plain()
@@ -108,7 +167,7 @@ class BlocksTest(unittest.TestCase):
             self.assertTrue(torch.equal(model(**batch).logits, plain(**batch).logits))
 
     def test_what_the_op_computes(self):
-        layer = in_blocks(torch.nn.Linear(48, 32), (16, 24))
+        layer = layer_in_blocks()
         x = torch.randn(5, 48)
         projection, dtype = terms_of(layer, x)
         self.assertIsInstance(projection.weight, Dequantized)
@@ -122,7 +181,7 @@ class BlocksTest(unittest.TestCase):
 
     @parameterized.expand(["hook", "forward", "dequantized"])
     def test_layers_that_run_themselves(self, kind):
-        layer = in_blocks(torch.nn.Linear(48, 32), (16, 24))
+        layer = layer_in_blocks()
         if kind == "hook":
             layer.register_forward_hook(lambda *_: None)
         elif kind == "forward":
@@ -130,6 +189,23 @@ class BlocksTest(unittest.TestCase):
         else:
             layer.weight.data = layer.weight.data.float()
         self.assertIsNone(terms_of(layer, torch.randn(5, 48)))
+
+    @parameterized.expand(["hook", "dequantized", "clamped gate", "softcapped gate"])
+    def test_experts_that_run_themselves(self, kind):
+        model, _ = stored_and_plain(family="qwen3_5_moe")
+        module = next(x for x in model.modules() if isinstance(x, FP8Experts))
+        self.assertTrue(isolates(module))
+        if kind == "hook":
+            module.register_forward_hook(lambda *_: None)
+            self.assertIsNone(_adapters_of(module)[1])
+            return
+        if kind == "dequantized":
+            module.down_proj.data = module.down_proj.data.float()
+        elif kind == "clamped gate":
+            module.limit = 7.0
+        else:
+            module.gate_softcap = 5.0
+        self.assertFalse(isolates(module))
 
 
 if __name__ == "__main__":

@@ -102,16 +102,20 @@ class ChoiceTest(MoeTestCase):
             self.assertEqual(self.ran(patch_model(model)), ["grouped_mm"] * LAYERS)
 
     def test_experts_of_an_fp8_checkpoint(self):
-        """They run as with Transformers' default, because they look up the name in another table."""
+        """Weights of 4 bit with a scale for 32 of them run as with Transformers' default."""
         config = packed_model("qwen3_next").config
         cls = moe.use_experts_implementation(
             finegrained_fp8.FP8Experts, experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
         )
-        with torch.device("meta"):
-            layer = cls(config, block_size=(16, 16))
-        found = finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.get_interface(layer.config._experts_implementation, None)
-        self.assertIs(found, finegrained_fp8.fp8_grouped_mm_experts_forward)
-        self.assertFalse(our_experts.isolates(layer))
+        x, index = torch.randn(3, config.hidden_size), torch.tensor([[0], [1], [1]])
+        for kind in ("fp8", "fp4"):
+            layer = cls(config, block_size=(16, 16), expert_dtype=kind).requires_grad_(False)
+            for parameter in layer.parameters():
+                parameter.zero_()
+            with mock.patch.object(our_experts, "fp8_grouped_mm_experts_forward") as theirs:
+                layer(x, index, torch.ones(3, 1))
+            self.assertEqual(theirs.called, kind == "fp4")
+            self.assertEqual(our_experts.isolates(layer), kind == "fp8")
 
     def test_experts_without_a_gate(self):
         """The experts of another model, which gets the name of our implementation, have other weights."""

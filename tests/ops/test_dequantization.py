@@ -152,11 +152,13 @@ class RowsTest(DequantizationTestCase):
 class BlocksTest(DequantizationTestCase):
     @parameterized.expand(
         [((256, 384), (128, 128)), ((64, 96), (32, 32)), ((3, 8), (1, 8)), ((5, 5000), (5, 1000)), ((2, 4), (2, 4))]
+        + [((3, 64, 96), (32, 32)), ((2, 3, 4, 8), (2, 8))]
     )
     def test_bits_of_transformers(self, shape, block):
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
-        scale = torch.rand([n // size for n, size in zip(shape, block, strict=True)], generator=generator) + 0.01
+        number = [n // size for n, size in zip(shape[-2:], block, strict=True)]
+        scale = torch.rand(*shape[:-2], *number, generator=generator) + 0.01
         for of_blocks in (scale, scale.to(torch.float8_e8m0fnu)):
             for dtype in DTYPES:
                 expected = Fp8Dequantize(None)._dequantize_one(values, of_blocks, dtype)
@@ -166,14 +168,23 @@ class BlocksTest(DequantizationTestCase):
                     found = dequantize_blocks(values, of_blocks, block, dtype, impl="triton")
                 self.check_bits(found, expected, dtype)
 
+    def test_all_powers_of_two(self):
+        scale = torch.arange(255, dtype=torch.uint8).view(torch.float8_e8m0fnu)[None]
+        values = torch.full((1, 510), 2.0).to(torch.float8_e4m3fn)
+        for dtype in DTYPES:
+            found, expected = (
+                dequantize_blocks(values, scale, (1, 2), dtype, impl=x) for x in ("triton", "reference")
+            )
+            self.check_bits(found, expected, dtype)
+
     @parameterized.expand([(200, 300), (128, 129), (1, 1)])
     def test_last_blocks_have_fewer_rows_and_columns(self, rows, columns):
-        values = torch.randn(rows, columns).to(torch.float8_e4m3fn)
-        scale = torch.rand(-(-rows // 128), -(-columns // 128))
-        expected = torch.empty(rows, columns)
+        values = torch.randn(2, rows, columns).to(torch.float8_e4m3fn)
+        scale = torch.rand(2, -(-rows // 128), -(-columns // 128))
+        expected = torch.empty(2, rows, columns)
         for i in range(rows):
             for j in range(columns):
-                expected[i, j] = values[i, j].float() * scale[i // 128, j // 128]
+                expected[:, i, j] = values[:, i, j].float() * scale[:, i // 128, j // 128]
         for impl in ("reference", "triton"):
             self.check_bits(dequantize_blocks(values, scale, (128, 128), torch.float32, impl=impl), expected, impl)
 
@@ -202,7 +213,7 @@ class BadInputTest(
             (
                 "blocks",
                 lambda: blocks(scale=(1, 3)),
-                r"scales \(1, 2\) of blocks of \(4, 4\), got \(3, 8\) and \(1, 3\)",
+                r"\(1, 2\) scales of blocks of \(4, 4\), got \(3, 8\) and \(1, 3\)",
             ),
             ("start", lambda: four_bit(-1), "from 0 to before 128, got 129 from -1 on"),
             ("end", lambda: four_bit(100, 29), "from 0 to before 128, got 29 from 100 on"),

@@ -10,20 +10,20 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
+from transformers.integrations.finegrained_fp8 import fp8_grouped_mm_experts_forward
 
 from ..errors import input_error
 from ..foreign import experts_of, set_experts
 from ..ops import experts
-from ..ops.dequantization import dequantize_rows
 from ..ops.dispatch import ran
-from ..ops.float8 import float8_rows_of
 from ..ops.moe import verify_triton
 from ..ops.terms import Adapter, DequantizedExperts
 from .families import EXPERT_CLASSES
 from .installed import EXPERTS
 from .lora import adapter_of_parameter, is_lora, lora_class
-from .quantized_weights import ExpertsIn4bit, is_replaced
+from .quantized_weights import is_replaced
 from .releases import has_usual_gate
+from .stored_weights import has_experts_in_blocks, weight_of_experts
 from .untouched import is_untouched
 from .versions import has_post_expert_norm
 
@@ -34,7 +34,7 @@ _DEFAULT = "grouped_mm"
 def switch_implementation(model: torch.nn.Module, ours: bool) -> None:
     """Replace Transformers' default implementation of all experts in `model` by ours, or ours by that default."""
     before, after = (_DEFAULT, EXPERTS) if ours else (EXPERTS, _DEFAULT)
-    configs: list[Any] = [module.config for module in model.modules() if type(module).__name__ in EXPERT_CLASSES]
+    configs: list[Any] = [module.config for module in model.modules() if _is_known(module)]
     for config in configs:
         if experts_of(config) == before:
             set_experts(config, after)
@@ -62,7 +62,7 @@ def isolates(module: Any) -> bool:
     while hasattr(module, "base_layer"):
         module = module.base_layer
     # Any other module may lack these attributes, or have a forward of its own.
-    if type(module).__name__ not in EXPERT_CLASSES or experts_of(module.config) != EXPERTS:
+    if not _is_known(module) or experts_of(module.config) != EXPERTS:
         return False
     # The dtype of the input does not matter.
     x = torch.empty(1, module.config.hidden_size, dtype=torch.bfloat16, device=next(module.parameters()).device)
@@ -126,9 +126,9 @@ def _adapters_of(module: Any) -> tuple[Any, list[Adapter | None] | None]:
         if adapter is not None:
             found[module.parameter_name] = adapter
         module = module.base_layer
-    # [`_weight_of`] knows the types of weights.
+    # [`weight_of_experts`] knows the types of weights.
     kinds = tuple(map(type, module._parameters.values()))
-    plain = type(module).__name__ in EXPERT_CLASSES and is_untouched(module, type(module), parameters=kinds)
+    plain = _is_known(module) and is_untouched(module, type(module), parameters=kinds)
     if not plain or experts_of(module.config) != EXPERTS:
         return module, None
     return module, [found.get(name) for name in ("gate_up_proj", "down_proj")]
@@ -152,38 +152,24 @@ def experts_forward(
     if not isinstance(weights, str):
         return experts(hidden_states, top_k_index, top_k_weights, *weights)
     ran("experts", _DEFAULT, [weights])
-    return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    grouped_mm = fp8_grouped_mm_experts_forward if has_experts_in_blocks(self) else moe.grouped_mm_experts_forward
+    return grouped_mm(self, hidden_states, top_k_index, top_k_weights)
 
 
-def weights_of(module: Any) -> list[torch.Tensor | DequantizedExperts] | str:
+def weights_of(module: Any, hidden_states: torch.Tensor) -> list[torch.Tensor | DequantizedExperts] | str:
     """Return both weights of the experts for the op, or why it cannot have them."""
     # Each read of a parametrized weight computes it again, which changes the state of a spectral norm.
     if is_parametrized(module):
         return "their weights are parametrized"
-    gate_up, down = map(_weight_of, (module.gate_up_proj, module.down_proj))
+    gate_up, down = (weight_of_experts(module, name, hidden_states) for name in ("gate_up_proj", "down_proj"))
     if gate_up is None or down is None:
         return "their weights are sharded, or quantized in another way"
     return [gate_up, down]
 
 
-def _weight_of(weight: Any) -> torch.Tensor | DequantizedExperts | None:
-    """Return a weight of experts for the op, or `None` if it is of an unknown type."""
-    kind = type(weight)
-    if kind in (torch.Tensor, torch.nn.Parameter):
-        return weight
-    if weight.requires_grad:
-        return None
-    if kind is ExpertsIn4bit:
-        return DequantizedExperts(weight.shape, weight.state.dtype, weight.compute)
-    stored = float8_rows_of(weight)
-    if stored is None:
-        return None
-    (values, scale), dtype = stored, weight.dtype
-
-    def compute(first: int, last: int, impl: str = "auto") -> torch.Tensor:
-        return dequantize_rows(values[first:last], scale[first:last], dtype, impl=impl)
-
-    return DequantizedExperts(values.shape, dtype, compute)
+def _is_known(module: torch.nn.Module) -> bool:
+    """Whether the class of these experts is one that the op can compute."""
+    return type(module).__name__ in EXPERT_CLASSES or has_experts_in_blocks(module)
 
 
 def _weights_for_op(
@@ -198,7 +184,7 @@ def _weights_for_op(
         return "they have biases, transposed weights or a norm"
     if torch.compiler.is_compiling():
         return "torch.compile runs Transformers' own"
-    found = weights_of(module)
+    found = weights_of(module, hidden_states)
     # The reference is for CPUs. It copies the number of each expert's rows to the host.
     if isinstance(found, str) or hidden_states.device.type == "cpu":
         return found

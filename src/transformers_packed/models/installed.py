@@ -61,7 +61,7 @@ def _for_models() -> Iterator[tuple[Any, Any, Any]]:
     # Configurations name our op for experts, and Transformers looks the name up in each forward.
     yield moe.ALL_EXPERTS_FUNCTIONS, EXPERTS, late("experts").experts_forward
     # Experts of an FP8 checkpoint look up the same name in a table of their own.
-    yield fp8.ALL_FP8_EXPERTS_FUNCTIONS, EXPERTS, fp8.fp8_grouped_mm_experts_forward
+    yield fp8.ALL_FP8_EXPERTS_FUNCTIONS, EXPERTS, late("experts").experts_forward
     # The experts of our models load in 4 bit. Other models are quantized as before.
     yield quantizers, "bitsandbytes_4bit", late("experts_quantizer").ExpertsQuantizer
 

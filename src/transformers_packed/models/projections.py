@@ -3,24 +3,21 @@
 [`terms_of`] decides for each layer and input whether an op computes the layer, and is the only place that does.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
-from ..ops.autograd import autocast_dtype
 from ..ops.backends import triton
-from ..ops.dequantization import dequantize_4bit, dequantize_blocks, dequantize_rows
 from ..ops.dispatch import ran
-from ..ops.float8 import float8_rows_of
 from ..ops.linear import fused_linears, product_dtype
 from ..ops.norm import gated_rms_norm
-from ..ops.terms import Adapter, Dequantized, Float8Weight, Projection
+from ..ops.terms import Adapter, Float8Weight, Projection
 from .float8 import is_in_float8, warn_about
 from .lora import adapters_of, is_lora
-from .untouched import is_bare_linear, is_untouched
+from .stored_weights import is_in_blocks, weight_of_layer
+from .untouched import is_untouched
 
 
 logger = logging.get_logger(__name__)
@@ -29,7 +26,7 @@ logger = logging.get_logger(__name__)
 def terms_of(layer: torch.nn.Module, hidden_states: torch.Tensor) -> tuple[Projection, torch.dtype] | None:
     """Return the parameters that fully determine the output of this linear layer, and the dtype of its products.
 
-    The layer may have LoRA adapters of PEFT, and a base layer with any weight of `WEIGHTS`. If it has to be called, the
+    The layer may have LoRA adapters of PEFT, and a base layer with any weight of `stored_weights.py`. If it has to be called, the
     result is `None`. The log then has the reason if the layer has adapters or would run in float8.
     """
     if torch.compiler.is_compiling():
@@ -37,7 +34,7 @@ def terms_of(layer: torch.nn.Module, hidden_states: torch.Tensor) -> tuple[Proje
     # On a CPU, no op is faster than calls, but products in float8, and weights in blocks of float8, are in an op only.
     if not triton.on_gpu(hidden_states):
         inner = getattr(layer, "base_layer", layer)
-        if not is_in_float8(inner, hidden_states) and not _is_in_blocks(inner):
+        if not is_in_float8(inner, hidden_states) and not is_in_blocks(inner):
             return None
     base: Any = layer
     adapters: tuple[Adapter, ...] = ()
@@ -48,8 +45,7 @@ def terms_of(layer: torch.nn.Module, hidden_states: torch.Tensor) -> tuple[Proje
             return None
         adapters = found
     in_float8 = is_in_float8(base, hidden_states)
-    known = (weight_of(base, in_float8, hidden_states) for weight_of in WEIGHTS)
-    weight: Any = next((found for found in known if found is not None), None)
+    weight = weight_of_layer(base, in_float8, hidden_states)
     if weight is None:
         subject = "it" if base is layer else "its base layer"
         reason = f"{subject} is hooked, wrapped or of another class ({type(base).__name__})"
@@ -72,75 +68,6 @@ def _note_call(layer: torch.nn.Module, base: torch.nn.Module, hidden_states: tor
         ran("linear_lora", "peft")
         logger.warning_once(f"linear_lora: a layer runs PEFT's own forward, because {reason}.")
     warn_about(base, hidden_states, reason)
-
-
-def _plain(layer, in_float8, hidden_states):
-    if not is_bare_linear(layer):
-        return None
-    return Float8Weight(layer.weight) if in_float8 else layer.weight
-
-
-def _torchao_float8(layer, in_float8, hidden_states):
-    """A frozen weight that torchao has quantized by `Float8WeightOnlyConfig`, in e4m3 with a scale per row."""
-    if type(layer) is not torch.nn.Linear:
-        return None
-    # Pruning and old weight norms compute the weight from other parameters.
-    weight = layer._parameters.get("weight")
-    stored = float8_rows_of(weight)
-    if stored is None or not is_untouched(layer, torch.nn.Linear, parameters=(type(weight), torch.nn.Parameter)):
-        return None
-    if in_float8:
-        return Float8Weight(stored[0], stored[1].flatten(), weight.dtype)
-    # Attributes of torchao's tensor are slow to read.
-    dtype = weight.dtype
-    return Dequantized(stored[0].shape, dtype, lambda: dequantize_rows(*stored, dtype))
-
-
-def _bitsandbytes(layer, in_float8, hidden_states):
-    """A weight that bitsandbytes has quantized to 4 bit."""
-    if type(layer).__module__ != "bitsandbytes.nn.modules":
-        return None
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    if not is_untouched(layer, Linear4bit, parameters=(Params4bit, torch.nn.Parameter)):
-        return None
-    weight, state = layer.weight, layer.weight.quant_state
-    if state is None or layer.compute_dtype is None:
-        return None
-
-    def compute() -> torch.Tensor:
-        packed = weight.data
-        if packed.dtype != torch.uint8:
-            # The bytes may be stored as numbers of another dtype, which FSDP can shard.
-            packed = packed.view(torch.uint8).view(-1, 1)
-        return dequantize_4bit(packed, state).view(*state.shape)
-
-    return Dequantized(state.shape, layer.compute_dtype, compute)
-
-
-def _is_in_blocks(layer) -> bool:
-    """Whether the layer is one of Transformers for a checkpoint in FP8, which runs on GPUs alone by itself."""
-    return type(layer) is getattr(sys.modules.get("transformers.integrations.finegrained_fp8"), "FP8Linear", None)
-
-
-def _in_blocks(layer, in_float8, hidden_states):
-    """A weight in e4m3 with a scale for each block, or for all. It is frozen. The input is not cast to float8."""
-    if not _is_in_blocks(layer) or layer.weight.dtype != torch.float8_e4m3fn or not is_untouched(layer, type(layer)):
-        return None
-    weight, scale = layer.weight.detach(), layer.weight_scale_inv.detach()
-    scale, block = (scale.view(1, 1), weight.shape) if scale.ndim == 0 else (scale, layer.block_size)
-    dtype = autocast_dtype(hidden_states) or hidden_states.dtype
-    return Dequantized(weight.shape, dtype, lambda: dequantize_blocks(weight, scale, tuple(block), dtype))
-
-
-# Who knows the weight of a layer, given whether its products run in float8, and its input. The first one that does returns
-# it, the others return `None`. For LoRA on another class of PEFT, `adapters_of` lists the class too.
-WEIGHTS: tuple[Callable[[torch.nn.Module, bool, torch.Tensor], Any], ...] = (
-    _plain,
-    _torchao_float8,
-    _bitsandbytes,
-    _in_blocks,
-)
 
 
 def to_fuse(

@@ -225,9 +225,12 @@ def calls_step_layer(mixer: torch.nn.Module) -> bool:
 
 def has_usual_gate(experts: torch.nn.Module) -> bool:
     """Whether experts multiply their gate as most mixtures do."""
-    # Late, because its module imports triton.
+    # Late, because their modules import triton.
+    from transformers.integrations.finegrained_fp8 import FP8Experts
     from transformers.integrations.moe import _default_apply_gate
 
+    if type(experts) is FP8Experts:
+        return all(getattr(experts, name, None) is None for name in ("limit", "swiglu_alpha", "gate_softcap"))
     return getattr(type(experts), "_apply_gate", None) is _default_apply_gate
 
 

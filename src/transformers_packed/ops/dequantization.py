@@ -108,12 +108,12 @@ def dequantize_rows(
 def dequantize_blocks(
     values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype, *, impl: str = "auto"
 ) -> torch.Tensor:
-    """Multiply the blocks of a matrix in float8 by their scales.
+    """Multiply the blocks of matrices in float8 by their scales.
 
     Args:
-        values (`torch.Tensor` of shape `[R, C]`):
-            The matrix in float8 (e4m3).
-        scale (`torch.Tensor` of shape `[R / high, C / wide]`, rounded up):
+        values (`torch.Tensor` of shape `[..., R, C]`):
+            The matrices in float8 (e4m3).
+        scale (`torch.Tensor` of shape `[..., R / high, C / wide]`, rounded up):
             Scales of the blocks, in float32 or as powers of two in 8 bit (`torch.float8_e8m0fnu`).
         block (`tuple[int, int]`):
             Rows and columns of a block, `high` and `wide`. The last ones may have fewer.
@@ -123,7 +123,7 @@ def dequantize_blocks(
             `"auto"`, `"triton"` (one launch) or `"reference"`. Both compute the same bits.
 
     Returns:
-        `torch.Tensor` of shape `[R, C]`.
+        `torch.Tensor` of shape `[..., R, C]`.
 
     Raises:
         `ValueError`: the shapes do not match, or `impl` does not support the call.
@@ -139,9 +139,9 @@ def dequantize_blocks(
 
     ```
     """
-    number = tuple(map(triton.ceil_div, values.shape, block))
-    if values.ndim != 2 or scale.shape != number:
-        raise input_error(f"values [R, C] and scales {number} of blocks of {block}", shapes(values, scale))
+    number = tuple(map(triton.ceil_div, values.shape[-2:], block))
+    if values.ndim < 2 or scale.shape != (*values.shape[:-2], *number):
+        raise input_error(f"values [..., R, C] and {number} scales of blocks of {block}", shapes(values, scale))
     return run("dequantize_blocks", impl, BLOCKS, values, scale, block, dtype)
 
 
@@ -205,8 +205,9 @@ def _reference_rows(values, scale, dtype):
 
 
 def _reference_blocks(values, scale, block, dtype):
-    each = scale.float().repeat_interleave(block[0], 0)[: len(values)].repeat_interleave(block[1], 1)
-    return (values.float() * each[:, : values.shape[1]]).to(dtype)
+    rows, columns = values.shape[-2:]
+    each = scale.float().repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)
+    return (values.float() * each[..., :columns]).to(dtype)
 
 
 def _verify_blocks(values, scale, block, dtype) -> str:

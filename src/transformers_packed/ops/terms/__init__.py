@@ -6,7 +6,7 @@ A term computes one kind of summand for all layers with the same input `x`: bias
 or other weights. It knows its part of the outputs, what it saves for the backward, and its gradients. [`Products`] loops
 over the terms, and autograd functions use [`Products`].
 
-A weight that can be dequantized needs no term, but a function in `WEIGHTS` of `models/projections.py`. A new kind of
+A weight that can be dequantized needs no term, but a function in `models/stored_weights.py`. A new kind of
 product is a record and a term in a file of this folder, and an entry of `KINDS` in `products.py`.
 """
 

@@ -3,6 +3,7 @@
 A program computes whole blocks of 4 bit, so it reads and computes each scale once.
 """
 
+from math import prod
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from . import ceil_div, next_power_of_2, on_its_device
 
 # Elements per program, of which a thread has as many as it stores at once in 16 bits.
 _ELEMENTS = 2048
-# Of a weight in float8, of which a thread loads 16 bytes.
-_OF_FLOAT8 = 4096
+# Of a weight in float8, of which a thread loads 16 bytes, and the columns that most sizes of layers are multiples of.
+_OF_FLOAT8, _COLUMNS = 4096, 1024
 # A product and a sum in one operation would round once. bitsandbytes rounds twice.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
@@ -40,21 +41,25 @@ def _from_4bit(
     tl.store(y_ptr + at, tl.interleave(left, right), mask=(at >= 0) & (at < number))
 
 
-@triton.jit(do_not_specialize=["number"])
+@triton.jit(do_not_specialize=["number", "R", "HIGH", "WIDE", "high", "wide"])
 def _from_float8(
-    values_ptr, scale_ptr, y_ptr, number, C, scales, HIGH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    values_ptr, scale_ptr, y_ptr, number, R, C, HIGH, WIDE, high, wide, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr, EXPONENTS: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    # Blocks of `HIGH` rows and `WIDE` columns, of which a matrix of `R` rows has `high * wide`. `GROUP` columns have one scale.
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]
+    first = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS // GROUP) * GROUP)[None, :, None]
+    column = first + tl.arange(0, GROUP)[None, None, :]
+    block = (row // R * high + row % R // HIGH) * wide + first // WIDE
+    scale = tl.load(scale_ptr + block, mask=(row < number) & (first < C), other=0)
+    if EXPONENTS:
+        # Of powers of two. The least one is no normal number of float32, and the last one stands for NaN.
+        bits = scale.to(tl.int32)
+        bits = tl.where(bits == 0, 1 << 22, tl.where(bits == 255, 0x7FC00000, bits << 23))
+        scale = bits.to(tl.float32, bitcast=True)
     inside = (row < number) & (column < C)
     values = tl.load(values_ptr + row * C + column, mask=inside, other=0.0).to(tl.float32)
-    if HIGH:
-        # Blocks of `HIGH` rows and `WIDE` columns, of which a row has `scales`.
-        y = values * tl.load(scale_ptr + row // HIGH * scales + column // WIDE, mask=inside, other=0.0)
-    else:
-        y = values * tl.load(scale_ptr + row, mask=row < number, other=0.0)
-    tl.store(y_ptr + row * C + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + row * C + column, (values * scale).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @on_its_device
@@ -76,23 +81,38 @@ def dequantize_4bit(packed: torch.Tensor, state: Any, first: int, number: int) -
 @on_its_device
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the rows `[..., C]` in float8 times their scales `[..., 1]`, in `dtype`."""
-    return _of_float8(values, scale, dtype, scale.numel(), (0, 0))
+    return _of_float8(values, scale[..., None], 1, (1, values.shape[-1]), dtype)
 
 
 @on_its_device
 def dequantize_blocks(
     values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the blocks of the matrix `[R, C]` in float8 times their scales, in `dtype`."""
-    # Powers of two in 8 bit are few, and Triton does not read them.
-    return _of_float8(values, scale.float(), dtype, values.shape[0], block)
+    """Return the blocks of the matrices `[..., R, C]` in float8 times their scales, in `dtype`."""
+    return _of_float8(values, scale, values.shape[-2], block, dtype)
 
 
-def _of_float8(values, scale, dtype, number: int, block: tuple[int, int]) -> torch.Tensor:
+def _of_float8(values, scale, matrix: int, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     values, scale, columns = values.contiguous(), scale.contiguous(), values.shape[-1]
-    y, width = torch.empty_like(values, dtype=dtype), min(next_power_of_2(columns), _OF_FLOAT8)
-    rows = _OF_FLOAT8 // width
+    exponents = scale.dtype == torch.float8_e8m0fnu
+    scale = scale.view(torch.uint8) if exponents else scale
+    y, width = torch.empty_like(values, dtype=dtype), min(next_power_of_2(columns), _COLUMNS)
+    number, rows = prod(values.shape[:-1]), _OF_FLOAT8 // width
+    # The largest power of two that divides the columns of a block.
+    group = min(block[1] & -block[1], width)
     _from_float8[ceil_div(number, rows), ceil_div(columns, width)](
-        values, scale, y, number, columns, scale.shape[-1], *block, rows, width, num_warps=8
+        values,
+        scale,
+        y,
+        number,
+        matrix,
+        columns,
+        *block,
+        *scale.shape[-2:],
+        rows,
+        width,
+        group,
+        exponents,
+        num_warps=8,
     )
     return y

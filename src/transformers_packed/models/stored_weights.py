@@ -1,0 +1,163 @@
+"""The kinds of weights that the ops for linear layers and experts read: as they are, or dequantized when a product needs them.
+
+A kind is a function for linear layers in `_LINEAR`, and one for experts in `_EXPERTS`. The first that knows the weight returns it,
+the others return `None`.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..ops.autograd import autocast_dtype
+from ..ops.dequantization import dequantize_4bit, dequantize_blocks, dequantize_rows
+from ..ops.float8 import float8_rows_of
+from ..ops.terms import Dequantized, DequantizedExperts, Float8Weight
+from .quantized_weights import ExpertsIn4bit
+from .untouched import is_bare_linear, is_untouched
+
+
+def _plain(layer, in_float8, hidden_states):
+    if not is_bare_linear(layer):
+        return None
+    return Float8Weight(layer.weight) if in_float8 else layer.weight
+
+
+def _torchao_float8(layer, in_float8, hidden_states):
+    """A frozen weight that torchao has quantized by `Float8WeightOnlyConfig`, in e4m3 with a scale per row."""
+    if type(layer) is not torch.nn.Linear:
+        return None
+    # Pruning and old weight norms compute the weight from other parameters.
+    weight = layer._parameters.get("weight")
+    stored = float8_rows_of(weight)
+    if stored is None or not is_untouched(layer, torch.nn.Linear, parameters=(type(weight), torch.nn.Parameter)):
+        return None
+    if in_float8:
+        return Float8Weight(stored[0], stored[1].flatten(), weight.dtype)
+    # Attributes of torchao's tensor are slow to read.
+    dtype = weight.dtype
+    return Dequantized(stored[0].shape, dtype, lambda: dequantize_rows(*stored, dtype))
+
+
+def _bitsandbytes(layer, in_float8, hidden_states):
+    """A weight that bitsandbytes has quantized to 4 bit."""
+    if type(layer).__module__ != "bitsandbytes.nn.modules":
+        return None
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    if not is_untouched(layer, Linear4bit, parameters=(Params4bit, torch.nn.Parameter)):
+        return None
+    weight, state = layer.weight, layer.weight.quant_state
+    if state is None or layer.compute_dtype is None:
+        return None
+
+    def compute() -> torch.Tensor:
+        packed = weight.data
+        if packed.dtype != torch.uint8:
+            # The bytes may be stored as numbers of another dtype, which FSDP can shard.
+            packed = packed.view(torch.uint8).view(-1, 1)
+        return dequantize_4bit(packed, state).view(*state.shape)
+
+    return Dequantized(state.shape, layer.compute_dtype, compute)
+
+
+def _class_in_blocks(name: str) -> type | None:
+    """Return a class of Transformers for checkpoints in FP8, or `None` if no model has one."""
+    return getattr(sys.modules.get("transformers.integrations.finegrained_fp8"), name, None)
+
+
+def is_in_blocks(layer: torch.nn.Module) -> bool:
+    """Whether the layer is one of Transformers for a checkpoint in FP8, which runs on GPUs alone by itself."""
+    return type(layer) is _class_in_blocks("FP8Linear")
+
+
+def _in_blocks(layer, in_float8, hidden_states):
+    """A weight in e4m3 with a scale for each block, or for all. It is frozen. The input is not cast to float8."""
+    if not is_in_blocks(layer) or not is_untouched(layer, type(layer)):
+        return None
+    return _dequantized_blocks(layer, "weight", hidden_states, Dequantized)
+
+
+def _dequantized_blocks(module: Any, name: str, hidden_states: torch.Tensor, kind: type) -> Any:
+    weight, scale = getattr(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
+    if weight.dtype != torch.float8_e4m3fn:
+        return None
+    high, wide = weight.shape[-2:]
+    scale = scale.view(1, 1) if scale.ndim == 0 else scale
+    # One scale is for the whole weight of a layer or an expert, but gates and the other half have one each.
+    block = tuple(module.block_size or (high // scale.shape[-2], wide))
+    dtype = autocast_dtype(hidden_states) or hidden_states.dtype
+
+    def compute(*experts: int, impl: str = "auto") -> torch.Tensor:
+        part = slice(*experts) if experts else slice(None)
+        return dequantize_blocks(weight[part], scale[part], block, dtype, impl=impl)
+
+    return kind(weight.shape, dtype, compute)
+
+
+def has_experts_in_blocks(module: torch.nn.Module) -> bool:
+    """Whether the module is Transformers' own for the experts of a checkpoint in FP8."""
+    return type(module) is _class_in_blocks("FP8Experts")
+
+
+def _plain_experts(module, name, hidden_states):
+    weight = getattr(module, name)
+    plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and not has_experts_in_blocks(module)
+    return weight if plain else None
+
+
+def _bitsandbytes_experts(module, name, hidden_states):
+    weight = getattr(module, name)
+    if type(weight) is not ExpertsIn4bit or weight.requires_grad:
+        return None
+    return DequantizedExperts(weight.shape, weight.state.dtype, weight.compute)
+
+
+def _torchao_experts(module, name, hidden_states):
+    weight = getattr(module, name)
+    stored = None if weight.requires_grad else float8_rows_of(weight)
+    if stored is None:
+        return None
+    (values, scale), dtype = stored, weight.dtype
+
+    def compute(first: int, last: int, impl: str = "auto") -> torch.Tensor:
+        return dequantize_rows(values[first:last], scale[first:last], dtype, impl=impl)
+
+    return DequantizedExperts(values.shape, dtype, compute)
+
+
+def _experts_in_blocks(module, name, hidden_states):
+    """Experts as [`_in_blocks`] has linear layers."""
+    if not has_experts_in_blocks(module):
+        return None
+    return _dequantized_blocks(module, name, hidden_states, DequantizedExperts)
+
+
+# Each gets a layer, whether its products run in float8, and its input. It also has to see that the layer is untouched. For
+# LoRA on another class of PEFT, `adapters_of` lists the class too.
+_LINEAR: tuple[Callable[[torch.nn.Module, bool, torch.Tensor], Any], ...] = (
+    _plain,
+    _torchao_float8,
+    _bitsandbytes,
+    _in_blocks,
+)
+# Each gets a module of experts, the name of the weight, and the input.
+_EXPERTS: tuple[Callable[[torch.nn.Module, str, torch.Tensor], Any], ...] = (
+    _plain_experts,
+    _bitsandbytes_experts,
+    _torchao_experts,
+    _experts_in_blocks,
+)
+
+
+def weight_of_layer(layer: torch.nn.Module, in_float8: bool, hidden_states: torch.Tensor) -> Any:
+    """Return the weight of a linear layer for [`Projection`], or `None` if the layer has to be called."""
+    return next((x for x in (kind(layer, in_float8, hidden_states) for kind in _LINEAR) if x is not None), None)
+
+
+def weight_of_experts(
+    module: torch.nn.Module, name: str, hidden_states: torch.Tensor
+) -> torch.Tensor | DequantizedExperts | None:
+    """Return a weight of experts for the op, or `None` if it is of an unknown kind."""
+    return next((x for x in (kind(module, name, hidden_states) for kind in _EXPERTS) if x is not None), None)
