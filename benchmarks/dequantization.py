@@ -50,8 +50,16 @@ def measure(shape: tuple[int, ...], kind: str) -> dict:
     source = torch.empty(moved // 2, device="cuda", dtype=torch.uint8)
     target = torch.empty_like(source)
     kernel, copy = milliseconds(run), milliseconds(lambda: target.copy_(source))
-    found = {"kind": kind, "shape": list(shape), "us": round(1000 * kernel, 1), "share_of_copy": round(copy / kernel, 2)}
-    return found | {"TB_per_second": round(moved / kernel / 1e9, 2), "copy_TB_per_second": round(moved / copy / 1e9, 2)}
+    found = {
+        "kind": kind,
+        "shape": list(shape),
+        "us": round(1000 * kernel, 1),
+        "share_of_copy": round(copy / kernel, 2),
+    }
+    return found | {
+        "TB_per_second": round(moved / kernel / 1e9, 2),
+        "copy_TB_per_second": round(moved / copy / 1e9, 2),
+    }
 
 
 def main() -> int:
