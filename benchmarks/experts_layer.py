@@ -69,7 +69,7 @@ def quantized(layer: torch.nn.Module, kind: str) -> torch.nn.Module:
 
 def ours(layer, hidden_states, logits, top_k, gate_up_adapter=None, down_adapter=None, dequantize="auto"):
     weights, index = choose_experts(logits, top_k)
-    matrices = weights_of(layer)
+    matrices = weights_of(layer, hidden_states)
     if dequantize != "auto":
         matrices = [x._replace(compute=partial(x.compute, impl=dequantize)) for x in matrices]
     adapters = {"gate_up_adapter": gate_up_adapter, "down_adapter": down_adapter}

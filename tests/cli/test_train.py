@@ -624,6 +624,11 @@ class CommandTest(unittest.TestCase):
         message = "16 or 32 bit with --load-in-4bit, got .*, whose weights are stored as fp8. Remove --load-in-4bit"
         with self.assertRaisesRegex(ValueError, message):
             finetune.supported_config(str(self.directory), settings)
+        settings = Namespace(load_in_4bit=False, lora=False, mtp_only=False)
+        with self.assertRaisesRegex(ValueError, "16 or 32 bit, got .*, whose weights are stored as fp8. Add --lora"):
+            finetune.supported_config(str(self.directory), settings)
+        settings.mtp_only = True
+        finetune.supported_config(str(self.directory), settings)
 
     def test_the_names_of_a_whole_model(self):
         """A vision-language model loads the adapter of its language model with `language_model` in the names."""

@@ -60,13 +60,13 @@ def logps_in_places(model, document: torch.Tensor):
         return found[0, sum(before) : sum(before) + len(document)]
 
     yield "alone", in_row([], [])
-    for before, after in (([16], []), ([], [144]), ([80, 16], [32]), ([16] * 5, [160])):
+    for before, after in (([32], []), ([], [160]), ([96, 32], [64]), ([32] * 5, [160])):
         yield f"after {before} and before {after}", in_row(before, after)
     yield "without a mask", logps(input_ids=document[None])[0]
     for size in (1, 4):
-        batch = [*others(*[16 * (1 + row) for row in range(size - 1)]), document]
+        batch = [*others(*[32 * (1 + row) for row in range(size - 1)]), document]
         for side in ("right", "left"):
-            ids, mask = padded(batch, 16, side)
+            ids, mask = padded(batch, 32, side)
             yield f"{size} rows padded on the {side}", logps(input_ids=ids, attention_mask=mask)[-1][mask[-1] == 1]
     equal = torch.stack([*others(*[len(document)] * 3), document])
     yield "a batch without padding", logps(input_ids=equal, attention_mask=torch.ones_like(equal))[-1]

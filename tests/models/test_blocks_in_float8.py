@@ -1,19 +1,18 @@
 """LoRA over layers and experts of a checkpoint in FP8, as Transformers loads them: a scale for each block, or for all."""
 
-import copy
-import re
 import unittest
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from unittest import mock
 
 import torch
+from common.blocks import BLOCK, LAYERS, store, stored_and_plain
 from mixins.lora import randomized
 from mixins.model import packed_batch, total_relative_error
 from mixins.patch import builtin_model, on_a_gpu
 from parameterized import parameterized
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts, FP8Linear, replace_with_fp8_linear
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts, FP8Linear
 
 from transformers_packed import patch_model, registered
 from transformers_packed.audit.isolation import changed_by_others
@@ -25,40 +24,7 @@ from transformers_packed.ops.dispatch import _used
 from transformers_packed.ops.terms import Dequantized
 
 
-LAYERS = ("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj")
-LAYERS += ("gate_proj", "up_proj", "down_proj")
 DOCUMENTS = [torch.arange(1, n) for n in (9, 30, 2, 17)]
-# The last blocks of some layers have fewer rows or columns.
-BLOCK = (16, 24)
-
-
-def store(model: torch.nn.Module, block=BLOCK, scale_format: str = "float") -> None:
-    """Replace layers by those that Transformers has for a checkpoint in FP8, with the scales of random blocks."""
-    before = dict(model.named_modules())
-    kept = [name for name, x in before.items() if type(x) is torch.nn.Linear and not name.endswith(LAYERS)]
-    config = FineGrainedFP8Config(weight_block_size=block, scale_fmt=scale_format)
-    replace_with_fp8_linear(model, [f"^{re.escape(name)}$" for name in kept], config, pre_quantized=True)
-    for path, stored in model.named_modules():
-        if isinstance(stored, (FP8Linear, FP8Experts)):
-            stored.to_empty(device="cpu").requires_grad_(False)
-            for name, scale in list(stored.named_parameters()):
-                if name.endswith("_scale_inv"):
-                    scale.data = (torch.rand(scale.shape) * 0.02 + 0.002).to(scale.dtype)
-                    name = name.removesuffix("_scale_inv")
-                    weight = getattr(before[path], name).data / scale_of_each(stored, name)
-                    getattr(stored, name).data = weight.to(torch.float8_e4m3fn)
-            if getattr(before[path], "bias", None) is not None:
-                stored.bias.data = before[path].bias.data
-
-
-def scale_of_each(module, name: str) -> torch.Tensor:
-    """The scale of each element. Both halves of `gate_up_proj` have one each if the experts have no blocks."""
-    scale, shape = getattr(module, f"{name}_scale_inv").data.float(), getattr(module, name).shape
-    if scale.ndim == 0:
-        return scale
-    high, wide = module.block_size or (shape[-2] // scale.shape[-2], shape[-1])
-    rows = scale.repeat_interleave(high, -2)[..., : shape[-2], :]
-    return rows.repeat_interleave(wide, -1)[..., : shape[-1]]
 
 
 def layer_in_blocks() -> FP8Linear:
@@ -67,18 +33,8 @@ def layer_in_blocks() -> FP8Linear:
     return model["q_proj"]
 
 
-def stored_and_plain(block=BLOCK, scale_format: str = "float", family: str = "qwen3_5"):
-    """A model with layers in FP8, and the same one with plain weights of the same values."""
-    torch.manual_seed(0)
-    plain = patch_model(builtin_model(family))
-    stored = copy.deepcopy(plain)
-    store(stored, block, scale_format)
-    for path, module in stored.named_modules():
-        for name in ("weight", "gate_up_proj", "down_proj") if isinstance(module, (FP8Linear, FP8Experts)) else ():
-            if hasattr(module, name):
-                weight = getattr(plain.get_submodule(path), name)
-                weight.data = getattr(module, name).data.float() * scale_of_each(module, name)
-    return stored, plain
+def models(block=BLOCK, scale_format: str = "float", family: str = "qwen3_5"):
+    return stored_and_plain(patch_model(builtin_model(family)), block, scale_format)
 
 
 def run(model):
@@ -102,7 +58,7 @@ class BlocksTest(unittest.TestCase):
         from peft import LoraConfig, get_peft_model
 
         adapted = []
-        for model in stored_and_plain(block, scale_format, family):
+        for model in models(block, scale_format, family):
             torch.manual_seed(1)
             parameters = list(EXPERT_WEIGHTS) if family != "qwen3_5" else None
             config = LoraConfig(r=4, lora_alpha=8, target_modules=list(LAYERS), target_parameters=parameters)
@@ -129,37 +85,63 @@ class BlocksTest(unittest.TestCase):
             self.assertLess(abs(loss - expected[0]).item(), 1e-5)
             self.assertLess(total_relative_error(gradients, expected[1]), 1e-5)
 
+    def stored(self, family, folder):
+        """A model of a checkpoint that Transformers has written to the folder."""
+        skipped = ["lm_head", "in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate"]
+        config = FineGrainedFP8Config(weight_block_size=(16, 16), modules_to_not_convert=skipped)
+        capability = mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0))
+        builtin_model(family).save_pretrained(folder)
+        # Without a GPU, Transformers dequantizes.
+        with mock.patch("torch.cuda.is_available", lambda: True), capability:
+            stock = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+            stock.save_pretrained(folder)
+            with registered():
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.assertTrue(any(x.dtype == torch.float8_e4m3fn for x in model.parameters()))
+        for name, weight in model.named_parameters():
+            self.assertTrue(torch.equal(weight.float(), stock.get_parameter(name).float()), name)
+        return model
+
     @parameterized.expand(["qwen3_5", "qwen3_5_moe", "qwen3_next"])
     def test_checkpoint(self, family):
         """A checkpoint that Transformers has written keeps its bytes, and an adapter on it is saved and loaded."""
         from peft import LoraConfig, PeftModel, get_peft_model
 
-        skipped = ["lm_head", "in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate"]
-        config = FineGrainedFP8Config(weight_block_size=(16, 16), modules_to_not_convert=skipped)
-        # Without a GPU, Transformers dequantizes.
-        capability = mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0))
-        with TemporaryDirectory() as folder, mock.patch("torch.cuda.is_available", lambda: True), capability:
-            builtin_model(family).save_pretrained(folder)
-            stock = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
-            stock.save_pretrained(folder)
-            with registered():
-                model, again = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
-            stored = [x for x in model.parameters() if x.dtype == torch.float8_e4m3fn]
-            self.assertTrue(stored)
-            for name, weight in model.named_parameters():
-                self.assertTrue(torch.equal(weight.float(), stock.get_parameter(name).float()), name)
         with TemporaryDirectory() as folder:
+            model, again = (self.stored(family, folder) for _ in range(2))
             parameters = list(EXPERT_WEIGHTS) if family != "qwen3_5" else None
             config = LoraConfig(r=4, target_modules=["q_proj", "out_proj"], target_parameters=parameters)
             adapted = randomized(get_peft_model(model, config))
             adapted.save_pretrained(folder)
             again = PeftModel.from_pretrained(again, folder, is_trainable=True)
-        (loss, gradients), expected = run(adapted), run(again)
-        self.assertEqual(loss, expected[0])
-        self.assertEqual(total_relative_error(gradients, expected[1]), 0)
+            (loss, gradients), expected = run(adapted), run(again)
+            self.assertEqual(loss, expected[0])
+            self.assertEqual(total_relative_error(gradients, expected[1]), 0)
+
+    def test_merge(self):
+        """An adapter is merged into dequantized weights, which are saved as such."""
+        from peft import LoraConfig, PeftModel, get_peft_model
+
+        with TemporaryDirectory() as folder:
+            plain = self.stored("qwen3_5", folder)
+            adapted = randomized(get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj", "out_proj"])))
+            adapted.save_pretrained(f"{folder}/adapter")
+            with torch.no_grad():
+                expected = adapted(**packed_batch(DOCUMENTS, "cu_seqlens")).logits
+            with self.assertRaisesRegex(RuntimeError, "Float8"):
+                adapted.merge_and_unload()
+            config = FineGrainedFP8Config(dequantize=True)
+            base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+            PeftModel.from_pretrained(base, f"{folder}/adapter").merge_and_unload().save_pretrained(folder)
+            with registered():
+                merged = AutoModelForCausalLM.from_pretrained(folder)
+        self.assertFalse(hasattr(merged.config, "quantization_config"))
+        with torch.no_grad():
+            found = merged(**packed_batch(DOCUMENTS, "cu_seqlens")).logits
+        self.assertLess((found - expected).abs().max(), 1e-5)
 
     def test_documents_stay_apart(self):
-        model, plain = stored_and_plain()
+        model, plain = models()
         batch = packed_batch(DOCUMENTS, "cu_seqlens")
         places = list(torch.arange(sum(map(len, DOCUMENTS))).split([len(x) for x in DOCUMENTS]))
         self.assertLess(changed_by_others(model, lambda: model(**batch), batch, places), 1e-4)
@@ -192,7 +174,7 @@ class BlocksTest(unittest.TestCase):
 
     @parameterized.expand(["hook", "dequantized", "clamped gate", "softcapped gate"])
     def test_experts_that_run_themselves(self, kind):
-        model, _ = stored_and_plain(family="qwen3_5_moe")
+        model, _ = models(family="qwen3_5_moe")
         module = next(x for x in model.modules() if isinstance(x, FP8Experts))
         self.assertTrue(isolates(module))
         if kind == "hook":

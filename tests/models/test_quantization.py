@@ -15,7 +15,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from transformers_packed import patch_model, registered
-from transformers_packed.models import projections
+from transformers_packed.models import projections, stored_weights
 from transformers_packed.models.quantization import SENSITIVE
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5ForCausalLM,
@@ -175,7 +175,7 @@ class FusedQuantizedLayersTest(QuantizationTest):
         x = torch.randn(1, 5, SIZE["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
         with (
             mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True),
-            mock.patch.object(projections, "dequantize_4bit", wraps=projections.dequantize_4bit) as calls,
+            mock.patch.object(stored_weights, "dequantize_4bit", wraps=stored_weights.dequantize_4bit) as calls,
         ):
             gate, up = projections.project(x, mlp.gate_proj, mlp.up_proj)
             self.assertEqual(calls.call_count, 2)
@@ -186,5 +186,5 @@ class FusedQuantizedLayersTest(QuantizationTest):
     def test_the_bytes_may_have_another_dtype(self, storage):
         layer = Linear4bit(64, 32, bias=False, compute_dtype=torch.bfloat16, quant_storage=getattr(torch, storage))
         layer = layer.to("cpu")
-        weight = projections._bitsandbytes(layer, False, torch.empty(0)).compute()
+        weight = stored_weights.weight_of_layer(layer, False, torch.empty(0)).compute()
         self.assertTrue(torch.equal(weight, dequantize_4bit(layer.weight.data, layer.weight.quant_state)))

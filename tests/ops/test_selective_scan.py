@@ -46,7 +46,7 @@ def token_by_token(x, dt, B, C, A, D, dt_bias):
     B, C = (z.repeat_interleave(channels, 2) for z in (B, C))
     state, outputs = 0, []
     for t in range(x.shape[1]):
-        state = (step[:, t] * A).exp() * state + step[:, t] * x[:, t, :, None] * B[:, t]
+        state = (step[:, t] * (A[t] if A.ndim == 3 else A)).exp() * state + step[:, t] * x[:, t, :, None] * B[:, t]
         outputs.append((C[:, t] * state).sum(-1) + D * x[:, t])
     return torch.stack(outputs, 1)
 
@@ -134,10 +134,24 @@ class InterpretedTest(ScanTesterMixin, InterpretedKernelsTest):
         for channel in range(12):
             pair = [results[2][..., channel] for results in (actual, expected)]
             self.assertLess(errors(pair[:1], pair[1:])[0], 1e-6, channel)
-        found = expected[5].abs() > 1e-20
-        difference = (actual[5] - expected[5])[found] / expected[5][found]
-        # Rounding of float32, times what the difference loses of the sums.
-        self.assertLess(float(difference.abs().max()), 5e-4)
+        # It is a sum over tokens, whose terms cancel. The kernel adds 1 to the exponential of a small step, so the exponent of
+        # a decay is off by as many roundings of 1 as `A` is large. 3 times more than what was seen are allowed.
+        terms = self.decay_gradient_terms(inputs)
+        rounding = terms * (1 + inputs[4].abs()) * torch.finfo(torch.float32).eps
+        found = terms > 1e-30
+        self.assertLess(float(((actual[5] - expected[5]).abs() / rounding)[found].max()), 16)
+
+    @staticmethod
+    def decay_gradient_terms(inputs):
+        """The sum of the magnitudes of what each token adds to the gradient of `A`, in float64."""
+        upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0)).bfloat16().double()
+        *row, A, D, bias = (x.double() for x in inputs)
+        total = torch.zeros_like(A)
+        for *document, d_y in zip(*(x.split(LENGTHS, 1) for x in (*row, upstream)), strict=True):
+            decays = A.expand(document[0].shape[1], *A.shape).clone().requires_grad_()
+            token_by_token(*document, decays, D, bias).backward(d_y)
+            total += decays.grad.abs().sum(0)
+        return total
 
     def test_inputs_of_several_dtypes(self):
         """As under autocast: parameters stay in float32."""

@@ -6,6 +6,8 @@ Also a script, `configured_arms.py KIND ARM MODE TUNING OUTPUT`, to run in sever
 
 import sys
 
+import torch
+from common.blocks import LAYERS, stored_and_plain
 from common.trl_trainers import preference_trainer
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -45,6 +47,14 @@ def build(kind: str, tuning: str = "full", accumulation: int = 1, directory: str
         return preference_trainer(kind, directory, per_device_train_batch_size=2, **own)
     set_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+    if tuning in ("stored", "plain"):
+        # Weights in FP8, and the same values in float32. PEFT draws other numbers for the first.
+        adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=list(LAYERS))
+        base = dict(zip(("stored", "plain"), stored_and_plain(model), strict=True))[tuning]
+        model = get_peft_model(base, adapters)
+        for index, parameter in enumerate(x for x in model.parameters() if x.requires_grad):
+            torch.manual_seed(index)
+            torch.nn.init.normal_(parameter, std=0.1)
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear") if tuning == "lora" else None
     options = {
         "max_steps": STEPS,

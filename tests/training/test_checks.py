@@ -154,6 +154,14 @@ class ReasonsTest(ConfigureTestCase):
                     said(configure_packing, trainer)
                     self.assertTrue(trainer.args.padding_free)
 
+    @parameterized.expand(["is_fsdp_enabled", "is_deepspeed_enabled"])
+    def test_weights_in_float8_that_would_be_cast(self, shards):
+        trainer = self.trainer()
+        layer = next(x for x in trainer.model.modules() if isinstance(x, torch.nn.Linear))
+        layer.weight = torch.nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+        setattr(trainer, shards, True)
+        self.check(trainer, "weight in FP8, which FSDP and DeepSpeed cast without its scales")
+
     def test_family_that_was_never_audited(self):
         trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))
         with mock.patch.object(module, "judge", return_value=(None, "no model of the type llama was audited")):

@@ -93,6 +93,16 @@ class SameTrainingTest(ConfigureTestCase):
             self.assertEqual(sum(line.startswith(("Packing", "Padding-free")) for line in printed.splitlines()), 2)
             self.assertLessEqual(FIGURES | {"rank_imbalance"}, set(results[arm]["log"][-1]))
 
+    @pytest.mark.slow
+    def test_weights_in_float8_in_two_processes(self):
+        """DDP leaves them as they are: no backend sends all of their dtypes."""
+        results = []
+        for arm, tuning in (("padded", "plain"), ("packed", "stored")):
+            arguments = ("trainer", arm, "pack", tuning, f"{self.directory}/{arm}.pt")
+            results.append(run_in_two_processes(self, "configured_arms.py", *arguments)[1]["updates"])
+        # PEFT adds the adapters of a plain layer in another order.
+        self.assertLess(total_relative_error(results[1], results[0]), 10 * UPDATE_BAR)
+
     @parameterized.expand(
         [
             ("reward", "gradient and reward", "num_tokens min_reward mean_reward max_reward margin accuracy"),

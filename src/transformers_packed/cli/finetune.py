@@ -36,7 +36,7 @@ from ..models.losses import DivergenceLoss
 from ..models.mtp import find_head
 from ..models.mtp_head import check_declared
 from ..models.optimizers import OPTIMIZERS, check_optimizer
-from ..models.quantization import initialize_in_4bit, nf4
+from ..models.quantization import initialize_in_4bit, nf4, quantization_of
 from ..models.registry import inner_model, registered
 from ..models.releases import builds, use_one_gpu
 from ..models.versions import can_select_checkpoints, checkpointing_argument
@@ -255,17 +255,13 @@ def supported_config(source: str, settings: Namespace | None = None, option: str
             got = f"{source}, a {config.model_type}"
             raise input_error(f"{expected} as --model", got, f"Remove {option}.", option=option)
     stored = quantization_of(config)
+    expected, got = "a checkpoint in 16 or 32 bit", f"{source}, whose weights are stored as {stored}"
     if getattr(settings, "load_in_4bit", False) and stored not in (None, "bitsandbytes"):
-        got, fix = f"{source}, whose weights are stored as {stored}", "Remove --load-in-4bit: they stay as they are."
-        raise input_error("a checkpoint in 16 or 32 bit with --load-in-4bit", got, fix, option="--load-in-4bit")
+        expected, fix = f"{expected} with --load-in-4bit", "Remove --load-in-4bit: they stay as they are."
+        raise input_error(expected, got, fix, option="--load-in-4bit")
+    if stored and not getattr(settings, "lora", True) and not getattr(settings, "mtp_only", False):
+        raise input_error(expected, got, "Add --lora: they stay as they are.", option=option)
     return config
-
-
-def quantization_of(config: PreTrainedConfig) -> str | None:
-    """How the weights of a checkpoint are quantized, such as `"fp8"`."""
-    stored = getattr(config, "quantization_config", None)
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    return None if method is None else str(getattr(method, "value", method))
 
 
 def _supported_config(source: str, option: str) -> PreTrainedConfig:

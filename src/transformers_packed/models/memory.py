@@ -22,8 +22,9 @@ from .sizes import Attention, DeltaRule, Experts, Layer, Sizes
 
 # Bytes per value.
 HALF, FULL = 2, 4
-# Of a weight in NF4: 4 bits, and per block of 64 its maximum in a byte, with a float32 per 256 blocks.
-NF4 = 1 / 2 + 1 / 64 + FULL / (64 * 256)
+# Bytes of a frozen weight by how it is stored. NF4 has 4 bits, and per block of 64 its maximum in a byte, with a float32 per 256
+# blocks. Released FP8 has a float32 per block of 128 x 128.
+STORED = {"nf4": 1 / 2 + 1 / 64 + FULL / (64 * 256), "fp8": 1 + FULL / (128 * 128)}
 # The kernels for experts fill the rank of adapters up to a power of two from this one on.
 _LEAST_RANK = 16
 
@@ -32,12 +33,12 @@ _LEAST_RANK = 16
 class Lora:
     """LoRA adapters of a rank on all linear layers, and with `experts` on experts. Without a rank, all is trained.
 
-    `in_4bit` says that frozen linear layers and experts are in NF4 with double quantization.
+    `stored` is a key of `STORED` if frozen linear layers and experts are quantized.
     """
 
     rank: int = 0
     experts: bool = False
-    in_4bit: bool = False
+    stored: str | None = None
 
     @property
     def expert_columns(self) -> int:
@@ -166,13 +167,13 @@ def _of_mlp(mlp: int | Experts, hidden: int, lora: Lora) -> tuple[int, int]:
 def _copies(mlp: int | Experts, hidden: int, lora: Lora) -> int:
     """Bytes of the copies of weights that the backward of an MLP makes, whatever the number of tokens."""
     if isinstance(mlp, int):
-        return HALF * mlp * hidden if lora.in_4bit else 0
+        return HALF * mlp * hidden if lora.stored else 0
     # Of adapters all matrices in bfloat16, and the gradient of the largest one in bfloat16 and twice in float32.
     largest = max(hidden, 2 * mlp.width)
     adapters = lora.expert_columns * (HALF * (2 * hidden + 3 * mlp.width) + (HALF + 2 * FULL) * largest)
-    # Of experts in 4 bit some at a time, of the larger weight.
+    # Of quantized experts some at a time, of the larger weight.
     each = 2 * mlp.width * hidden
-    computed = HALF * each * min(mlp.number, max(1, PIECE // each)) if lora.in_4bit else 0
+    computed = HALF * each * min(mlp.number, max(1, PIECE // each)) if lora.stored else 0
     return mlp.number * adapters + computed
 
 

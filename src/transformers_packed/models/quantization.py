@@ -1,11 +1,12 @@
 """What bitsandbytes quantizes when it loads our models: experts too, but no layers whose errors grow along a document."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .adapters import AdapterMixin
 from .families import EXPERT_CLASSES, EXPERT_WEIGHTS, OWN, family_of
@@ -69,6 +70,24 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
 def keeps_dtype(name: str) -> bool:
     """Whether the linear layer of this name stays as it is when our classes are loaded in 4 bit."""
     return not {*_HEADS, *SENSITIVE}.isdisjoint(name.split("."))
+
+
+def quantization_of(config: Any) -> str | None:
+    """Return how the weights of a checkpoint are quantized, such as `"fp8"`, by Transformers' names."""
+    stored = getattr(config, "quantization_config", None)
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def kept_by(config: Any, model: Any) -> Callable[[str], bool]:
+    """Return whether the linear layer of a name is in 16 or 32 bits: in a checkpoint in FP8, or when a model loads in 4 bit."""
+    if quantization_of(config) != "fp8":
+        return keeps_dtype
+    stored = config.quantization_config
+    given = stored.get("modules_to_not_convert") if isinstance(stored, dict) else stored.modules_to_not_convert
+    head = model.get_output_embeddings()
+    names = [*(given or ()), *(name for name, module in model.named_modules() if module is head)]
+    return lambda name: not should_convert_module(name, names)
 
 
 def initialized_modules(model: Any, device: torch.device) -> Iterator[tuple[str, torch.nn.Module]]:

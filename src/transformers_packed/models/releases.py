@@ -352,6 +352,8 @@ def dataloaders_of(accelerator: Any) -> list:
 
 # The method of `PeftModel` that returns the class of the model to save in an adapter.
 BASE_CLASS = "_get_base_model_class"
+# What of a model DDP leaves as it is: the names of its parameters and buffers.
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
 def has_swapped_features(layer: torch.nn.Module) -> bool:

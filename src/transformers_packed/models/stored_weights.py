@@ -161,3 +161,8 @@ def weight_of_experts(
 ) -> torch.Tensor | DequantizedExperts | None:
     """Return a weight of experts for the op, or `None` if it is of an unknown kind."""
     return next((x for x in (kind(module, name, hidden_states) for kind in _EXPERTS) if x is not None), None)
+
+
+def in_8_bits(model: torch.nn.Module) -> list[str]:
+    """Return the names of parameters in a floating dtype of 8 bits: weights in FP8, and scales of that size."""
+    return [name for name, x in model.named_parameters() if x.is_floating_point() and x.element_size() == 1]

@@ -23,8 +23,9 @@ from ..models.float8 import use_float8
 from ..models.inputs import warn_of_rope
 from ..models.losses import trains_trunk
 from ..models.registry import check_patch, inner_model, patch_model, set_switches
-from ..models.releases import COUNT_ITEMS, KEPT_COLUMNS, kept_columns
+from ..models.releases import COUNT_ITEMS, IGNORED_BY_DDP, KEPT_COLUMNS, kept_columns
 from ..models.replacements import REPLACEMENTS
+from ..models.stored_weights import in_8_bits
 from .added_losses import BesideScores, ItemCounts, LossesCallback, against_losses, train_losses, trained_by
 from .apply import Change, Prepare, Setup
 from .callbacks.metrics import PackingMetricsCallback, known_cost
@@ -314,7 +315,12 @@ def _of_ddp(facts: Facts) -> tuple[list[Change], list[EveryGradient]]:
     if not searches:
         values["find_unused_parameters"] = False
     shards = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    return Change.of(ddp, **values), [EveryGradient()] * (not (searches or shards))
+    changes = Change.of(ddp, **values)
+    if stored := in_8_bits(trainer.model):
+        # No backend sends all of these dtypes, and each process has loaded the same weights.
+        ignored = [*getattr(trainer.model, IGNORED_BY_DDP, ()), *stored]
+        changes += Change.of(trainer.model, **{IGNORED_BY_DDP: ignored})
+    return changes, [EveryGradient()] * (not (searches or shards))
 
 
 def _callbacks(facts: Facts, dataset: Any, packed: bool) -> list[TrainerCallback]:

@@ -1,6 +1,7 @@
 """The plan of `transformers-packed memory`: its formulas against measurements, the exchanged bytes, and its page."""
 
 import contextlib
+import copy
 import json
 import unittest
 from argparse import Namespace
@@ -36,8 +37,9 @@ from transformers_packed.cli.finetune import untrained_model, with_adapters
 from transformers_packed.data.planning.memory import exchanges, plan_sequence_parallel
 from transformers_packed.data.planning.step_memory import Parameters, checkpointed_layers, step_memory
 from transformers_packed.models.families import SIZED, sizes_of
-from transformers_packed.models.memory import ALL_TRAINED, NF4, Lora, layer_memory
+from transformers_packed.models.memory import ALL_TRAINED, STORED, Lora, layer_memory
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
+from transformers_packed.models.quantization import SENSITIVE
 from transformers_packed.models.quantized_weights import ExpertsIn4bit
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -60,6 +62,19 @@ MIXTURES = {
     "Next-80B": Qwen3NextConfig(),
 }
 SMALL = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+
+
+def quantized(config, method, **options):
+    config = copy.deepcopy(config)
+    config.quantization_config = {"quant_method": method, **options}
+    return config
+
+
+def in_fp8(config):
+    """The configuration of a checkpoint as released, whose small layers are in 16 bits."""
+    return quantized(config, "fp8", modules_to_not_convert=list(SENSITIVE))
+
+
 SPREAD = {"config": Qwen3_5MoeTextConfig(), "expert_parallel": 2, "memory": 141}
 # Model and methods.
 EXCHANGES = {
@@ -134,7 +149,7 @@ def measured_on_gpus():
             yield run["model"], run["tokens"], 1, checkpoints, ALL_TRAINED, ours["peak_GiB"]
     for run in json.loads((results / "lora.json").read_text())["runs"]:
         checkpoints = WITH if run["checkpointing"] else "without"
-        for arm, lora in {"ours+lora": Lora(16), "ours+qlora": Lora(16, in_4bit=True)}.items():
+        for arm, lora in {"ours+lora": Lora(16), "ours+qlora": Lora(16, stored="nf4")}.items():
             if arm in run["arms"] and "ours+graphs+lora" not in run["arms"]:
                 yield run["model"], run["tokens"], 1, checkpoints, lora, run["arms"][arm]["peak_GiB"]
     for run in json.loads((results / "moe.json").read_text())["runs"]:
@@ -149,7 +164,7 @@ def measured_on_gpus():
             yield HYBRIDS[run["family"]], sum(run["lengths"]), 1, "without", ALL_TRAINED, ours["peak_gib"]
     for name in ("sequence_parallel", "long_documents"):
         for run in json.loads((results / f"{name}.json").read_text())["runs"]:
-            peaks, lora = {}, Lora(16, in_4bit=run.get("qlora", False)) if run.get("lora") else ALL_TRAINED
+            peaks, lora = {}, Lora(16, stored="nf4" if run.get("qlora") else None) if run.get("lora") else ALL_TRAINED
             for arm in run["arms"]:
                 checkpoints = {"offload": OFFLOAD, "stock offload": None}.get(arm.get("variant"), WITH)
                 if checkpoints is not None and "peak_GiB" in arm:
@@ -187,9 +202,15 @@ def expected_peak(model, max_length, size, checkpoints, lora):
 def whole_steps_on_one_gpu():
     """Return the runs of whole steps of `PackedTrainer` that `memory` describes, the newest ones of the same settings."""
     found = {}
-    for name in ("whole_steps", "optimizers", "quantized_whole_steps"):
+    for name in ("whole_steps", "optimizers", "quantized_whole_steps", "released_weights"):
         for run in json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["runs"]:
-            unknown = run["float8"] or run["weights"] == "float8" or run["graphs"] or run["tokens"] < 8192
+            unknown = (
+                run["float8"]
+                or run["weights"] == "float8"
+                or run["graphs"]
+                or run.get("chose_graphs")
+                or run["tokens"] < 8192
+            )
             if run.get("gpus") == 1 and "error" not in run and not unknown:
                 settings = "model", "weights", "lora", "optim", "tokens", "checkpointing"
                 found[tuple(run[setting] for setting in settings)] = run
@@ -210,17 +231,17 @@ class FormulaeTest(unittest.TestCase):
         page = (ROOT / "docs/explained/memory.md").read_text()
         for run in whole_steps_on_one_gpu():
             model, tokens, measured = run["model"], run["tokens"], run["peak_GiB"]
-            config = qwen_config(model)
+            config = in_fp8(qwen_config(model)) if run["weights"] == "fp8" else qwen_config(model)
             in_4bit = run["weights"] == "nf4"
-            given = {"weights": "bfloat16" if in_4bit else run["weights"], "optimizer": run["optim"]}
+            stored = run["weights"] in ("nf4", "fp8")
+            given = {"weights": "bfloat16" if stored else run["weights"], "optimizer": run["optim"]}
             if run["lora"]:
                 given |= {"lora_rank": 16, "lora_experts": model in MIXTURES, "load_in_4bit": in_4bit}
             saving = run["checkpointing"] + run.get("offload", False)
             need = plan_sequence_parallel(config, tokens, 1, 1000, **given).options[1][saving]
             expected = need.total / GIB
-            trained = (
-                f"{'QLoRA' if in_4bit else 'LoRA' if run['lora'] else 'all'}, {'NF4' if in_4bit else run['weights']}"
-            )
+            weights = {"nf4": "NF4", "fp8": "FP8"}.get(run["weights"], run["weights"])
+            trained = f"{'QLoRA' if in_4bit else 'LoRA' if run['lora'] else 'all'}, {weights}"
             way = ("without", WITH, OFFLOAD)[saving]
             row = f"| {model} | {trained}, `{run['optim']}` | {tokens:,} | {way} | {measured:.1f} GiB | {expected:.1f} GiB |"
             with self.subTest(row):
@@ -234,7 +255,7 @@ class FormulaeTest(unittest.TestCase):
             bar = 0.1 if model in HYBRIDS.values() else 0.05 if lora.rank else 0.035
             self.assertLess(abs(expected / measured - 1), bar, (model, tokens, size, checkpoints))
             figures = f"{measured:.2f} GiB | {expected:.2f} GiB | {100 * (expected / measured - 1):+.1f} %"
-            adapters = f", {'QLoRA' if lora.in_4bit else 'LoRA'}" if lora.rank else ""
+            adapters = f", {'QLoRA' if lora.stored else 'LoRA'}" if lora.rank else ""
             shape = f"{model}{adapters}{' of experts too' if lora.experts else ''}"
             row = f"| {shape} | {tokens:,} | {size} | {checkpoints} | {figures} |"
             self.assertTrue(row in page, row)
@@ -361,7 +382,7 @@ class FormulaeTest(unittest.TestCase):
         weight = torch.randn(8 * 64, 256, generator=torch.Generator().manual_seed(0))
         codes, state = quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
         found = codes.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
-        self.assertEqual(NF4 * weight.numel(), found)
+        self.assertEqual(STORED["nf4"] * weight.numel(), found)
 
     @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
     def test_counts_the_weights_in_4_bit(self):
@@ -558,6 +579,22 @@ class PlanTest(unittest.TestCase):
                 "trained weights in bfloat16 with flash_adamw, got float32. LoRA",
             ),
             ("kind", {"config": LlamaConfig()}, "got llama"),
+            ("FP8", {"config": in_fp8(Qwen3_5TextConfig())}, "lora_rank with a checkpoint in fp8, got 0. Its weights"),
+            (
+                "both",
+                {"config": in_fp8(Qwen3_5TextConfig()), "lora_rank": 8, "load_in_4bit": True},
+                "got one in fp8. Leave",
+            ),
+            (
+                "AWQ",
+                {"config": quantized(Qwen3_5TextConfig(), "awq"), "lora_rank": 8},
+                "16 or 32 bits, or in FP8, got one in awq",
+            ),
+            (
+                "spread in FP8",
+                SPREAD | {"config": in_fp8(SPREAD["config"]), "lora_rank": 8},
+                "got 2 with weights in FP8. Leave",
+            ),
             ("spread", SPREAD | {"expert_parallel": 3}, "that divides 8 GPUs and 256 experts, got 3"),
             ("not at all", SPREAD | {"expert_parallel": 0}, "that divides 8 GPUs and 256 experts, got 0"),
             ("in 4 bit", SPREAD | {"lora_rank": 8, "load_in_4bit": True}, "got 2 with load_in_4bit. Leave"),
@@ -591,10 +628,28 @@ class PlanTest(unittest.TestCase):
         for sizes, most in ((config, 2**28), (Qwen3_5MoeTextConfig(**SMALL, **EXPERTS), 8 * 2 * 16 * 32)):
             layer = sizes_of(sizes).layers[0]
             made = [
-                layer_memory(sizes_of(sizes), layer, 2, 1, None, Lora(8, True, in_4bit))[1]
-                for in_4bit in (True, False)
+                layer_memory(sizes_of(sizes), layer, 2, 1, None, Lora(8, True, stored))[1] for stored in ("nf4", None)
             ]
             self.assertEqual(made[0] - made[1], 2 * most)
+
+    def test_checkpoint_in_fp8(self):
+        config = Qwen3_5MoeTextConfig(num_hidden_layers=4)
+        options = {"max_length": 2**14, "gpus": 2, "memory": 80, "lora_rank": 8, "lora_experts": True}
+        in_4bit, need = (
+            plan_sequence_parallel(x, **options, load_in_4bit=x is config) for x in (config, in_fp8(config))
+        )
+        # All linear layers but small ones, routers and the head, as in 4 bit.
+        self.assertEqual(need.parameters, in_4bit.parameters)
+        more = (STORED["fp8"] - STORED["nf4"]) * need.parameters.quantized
+        self.assertAlmostEqual(need.options[1][0].weights, in_4bit.options[1][0].weights + more, delta=1)
+        self.assertRegex(need.summary(), r" B parameters \([\d.]+ B in FP8\) and (?s:.*)\nNot sharded")
+        kept = in_fp8(config)
+        kept.quantization_config["modules_to_not_convert"] += ["shared_expert.up_proj"]
+        parameters = plan_sequence_parallel(kept, **options).parameters
+        self.assertEqual(
+            need.parameters.quantized - parameters.quantized,
+            4 * config.hidden_size * config.shared_expert_intermediate_size,
+        )
 
     @parameterized.expand(
         [(name, "bfloat16") for name in OPTIMIZERS] + [(DEFAULT, "float32"), ("flash_adamw", "float32")]

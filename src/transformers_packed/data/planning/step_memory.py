@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from ...models.families import EXPERT_WEIGHTS, sizes_of
 from ...models.lora import adapted_layers
-from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, Lora, layer_memory, loss_memory
+from ...models.memory import ALL_TRAINED, FULL, HALF, STORED, Lora, layer_memory, loss_memory
 from ...models.optimizers import DEFAULT, OPTIMIZERS, Optimizer
-from ...models.quantization import keeps_dtype
+from ...models.quantization import kept_by
 from ...models.sizes import Experts, Sizes
 
 
@@ -17,7 +17,7 @@ from ...models.sizes import Experts, Sizes
 class Parameters:
     """The number of parameters: in total, outside of layers, in the largest layer, and in adapters of rank 1.
 
-    `quantized` are those in 4 bit if the model is loaded so. The adapters are those of linear layers and of experts.
+    `quantized` are those that the checkpoint has in FP8, or that loading in 4 bit quantizes. The adapters are those of linear layers and of experts.
     """
 
     total: int
@@ -41,9 +41,8 @@ class Parameters:
         experts = [x for name, x in model.named_parameters() if name.endswith(EXPERT_WEIGHTS)]
         adapters = sum(x.in_features + x.out_features for x in adapted_layers(model).values())
         expert_adapters = sum(len(x) * sum(x.shape[1:]) for x in experts)
-        linear = (
-            x.weight for name, x in model.named_modules() if type(x) is torch.nn.Linear and not keeps_dtype(name)
-        )
+        kept = kept_by(config, model)
+        linear = (x.weight for name, x in model.named_modules() if type(x) is torch.nn.Linear and not kept(name))
         total, quantized = _count(model), sum(x.numel() for x in (*linear, *experts))
         return cls(total, total - sum(layers), max(layers), quantized, adapters, expert_adapters)
 
@@ -53,7 +52,7 @@ class Parameters:
 
     def bytes(self, width: float, lora: Lora) -> float:
         """The size of all parameters but adapters, in weights of `width` bytes."""
-        return width * self.total + (NF4 - width) * self.quantized * lora.in_4bit
+        return width * self.total + (STORED[lora.stored] - width if lora.stored else 0) * self.quantized
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class StepMemory:
 
 def is_sharded(lora: Lora, optimizer: Optimizer) -> bool:
     """Whether FSDP2 can shard the weights. Otherwise each GPU has all parameters."""
-    return optimizer.shards and not lora.in_4bit
+    return optimizer.shards and not lora.stored
 
 
 def step_memory(
