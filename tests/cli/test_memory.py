@@ -55,6 +55,17 @@ class MemoryCommandTest(unittest.TestCase):
         self.assertEqual(run_command(*options, least)[0], 0)
         self.assertEqual(run_command(*options, 0.8 * least)[0], 1)
 
+    def test_checkpoint_in_fp8(self):
+        self.config.quantization_config = {"quant_method": "fp8", "modules_to_not_convert": []}
+        self.config.save_pretrained(self.path)
+        command = ("memory", "--model", self.path, "--row-length", 2**14, "--gpus", 1, "--gpu-memory", 80)
+        status, stdout, _ = run_command(*command, "--lora")
+        self.assertEqual(status, 0)
+        self.assertRegex(stdout, r"4.21 B parameters \(3.57 B in FP8\) and 32 M in adapters")
+        status, _, stderr = run_command(*command)
+        self.assertEqual(status, 1)
+        self.assertIn("--model: expected a checkpoint in 16 or 32 bit, got one in fp8. Add --lora", stderr)
+
     def test_what_cannot_be_is_an_error(self):
         gpus = ("--row-length", 2**20, "--gpus", 2)
         fits = (*gpus, "--model", self.path, "--gpu-memory", 24)

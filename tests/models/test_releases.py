@@ -54,6 +54,8 @@ OPTIONAL = {
     # Models that change are saved twice, and the loader of a tried evaluation stays listed.
     "accelerate:Accelerator.__init__": "_models _dataloaders",
     "transformers:PreTrainedModel._hf_peft_config_loaded": "",  # heads beside Transformers' adapters are not saved
+    # DDP raises an error for weights in FP8 where its backend cannot send them.
+    "torch.nn.parallel:DistributedDataParallel.__init__": "_ddp_params_and_buffers_to_ignore",
     "peft:PeftModel._get_base_model_class": "",  # saved adapters may name our class
     "peft.tuners.lora.layer:ParamWrapper": "_did_swap_in_out_features",  # PEFT's forward runs
     "trl:SFTTrainer.__init__": "_is_vision_dataset",  # the error names the collator, not the images

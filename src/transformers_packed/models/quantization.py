@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .adapters import AdapterMixin
 from .families import EXPERT_CLASSES, EXPERT_WEIGHTS, OWN, family_of
@@ -83,6 +82,9 @@ def kept_by(config: Any, model: Any) -> Callable[[str], bool]:
     """Return whether the linear layer of a name is in 16 or 32 bits: in a checkpoint in FP8, or when a model loads in 4 bit."""
     if quantization_of(config) != "fp8":
         return keeps_dtype
+    # Late, because its package imports those of all quantizations.
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
     stored = config.quantization_config
     given = stored.get("modules_to_not_convert") if isinstance(stored, dict) else stored.modules_to_not_convert
     head = model.get_output_embeddings()
