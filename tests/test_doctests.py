@@ -10,8 +10,8 @@ def modules():
     yield transformers_packed
     for info in pkgutil.walk_packages(transformers_packed.__path__, f"{transformers_packed.__name__}."):
         # The code of a modular file is in its modeling file. Importing both would register its classes twice.
-        # An integration imports its framework, which only its own environment has.
-        if ".modular_" not in info.name and ".integrations." not in info.name:
+        # An integration imports its framework, which only its own environment has, and `auto` registers our classes.
+        if ".modular_" not in info.name and ".integrations." not in info.name and not info.name.endswith(".auto"):
             yield importlib.import_module(info.name)
 
 
