@@ -11,7 +11,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, rep
 LAYERS = ("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj")
 LAYERS += ("gate_proj", "up_proj", "down_proj")
 # The last blocks of some layers have fewer rows or columns.
-BLOCK = (16, 24)
+BLOCK = (20, 24)
 
 
 def store(model: torch.nn.Module, block=BLOCK, scale_format: str = "float") -> None:
@@ -38,7 +38,9 @@ def scale_of_each(module, name: str) -> torch.Tensor:
     scale, shape = getattr(module, f"{name}_scale_inv").data.float(), getattr(module, name).shape
     if scale.ndim == 0:
         return scale
-    high, wide = module.block_size or (shape[-2] // scale.shape[-2], shape[-1])
+    high, wide = module.block_size or shape[-2:]
+    # Both halves of `gate_up_proj` have a scale.
+    high = shape[-2] // 2 if name == "gate_up_proj" and high >= shape[-2] else high
     rows = scale.repeat_interleave(high, -2)[..., : shape[-2], :]
     return rows.repeat_interleave(wide, -1)[..., : shape[-1]]
 

@@ -29,7 +29,7 @@ DOCUMENTS = [torch.arange(1, n) for n in (9, 30, 2, 17)]
 
 def layer_in_blocks() -> FP8Linear:
     model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(48, 32)})
-    store(model)
+    store(model, (16, 24))
     return model["q_proj"]
 
 
@@ -52,6 +52,7 @@ class BlocksTest(unittest.TestCase):
     @parameterized.expand(
         [("qwen3_5", BLOCK, "float"), ("qwen3_5", BLOCK, "ue8m0"), ("qwen3_5", None, "float")]
         + [("qwen3_5_moe", BLOCK, "float"), ("qwen3_next", BLOCK, "ue8m0"), ("qwen3_5_moe", None, "float")]
+        + [("qwen3_5_moe", (128, 128), "float")]
         + [("kimi_linear", BLOCK, "float"), ("qwen4_exp", BLOCK, "float")]
     )
     def test_adapters(self, family, block, scale_format):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..ops.autograd import autocast_dtype
+from ..ops.backends.triton import ceil_div
 from ..ops.dequantization import dequantize_4bit, dequantize_blocks, dequantize_rows
 from ..ops.float8 import float8_rows_of
 from ..ops.terms import Dequantized, DequantizedExperts, Float8Weight
@@ -83,15 +84,17 @@ def _dequantized_blocks(module: Any, name: str, hidden_states: torch.Tensor, kin
     weight, scale = getattr(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
     if weight.dtype != torch.float8_e4m3fn:
         return None
-    high, wide = weight.shape[-2:]
     scale = scale.view(1, 1) if scale.ndim == 0 else scale
-    # One scale is for the whole weight of a layer or an expert, but gates and the other half have one each.
-    block = tuple(module.block_size or (high // scale.shape[-2], wide))
+    # Without blocks, one scale is for the whole weight of a layer or an expert.
+    high, wide = module.block_size or weight.shape[-2:]
+    rows, number = weight.shape[-2], scale.shape[-2]
+    # Gates and the other half of `gate_up_proj` have one each, however few rows they have.
+    high = rows // number if number > ceil_div(rows, high) else high
     dtype = autocast_dtype(hidden_states) or hidden_states.dtype
 
     def compute(*experts: int, impl: str = "auto") -> torch.Tensor:
         part = slice(*experts) if experts else slice(None)
-        return dequantize_blocks(weight[part], scale[part], block, dtype, impl=impl)
+        return dequantize_blocks(weight[part], scale[part], (high, wide), dtype, impl=impl)
 
     return kind(weight.shape, dtype, compute)
 
