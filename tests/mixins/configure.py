@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 from transformers_packed import configure_packing
 
 
-UPDATE_BAR = 1e-6
+UPDATE_BAR = 3e-6
 
 
 def said(call, *args, **kwargs) -> tuple[str, object]:

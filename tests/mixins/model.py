@@ -140,7 +140,7 @@ class PackedVariantTesterMixin:
 
     @property
     def gradient_bar(self) -> float:
-        return 1e-4 if self.is_moe else 1e-6
+        return 1e-4 if self.is_moe else 2e-6
 
     def get_config(self):
         raise NotImplementedError

@@ -89,7 +89,7 @@ def snapshot(model: torch.nn.Module) -> dict:
 
 
 class PatchTestCase(unittest.TestCase):
-    def check_packed_is_alone(self, model, expected, gradient_bar=1e-6):
+    def check_packed_is_alone(self, model, expected, gradient_bar=2e-6):
         """Compare a packed row through `model` with the stock (logits, loss, gradients) of documents alone."""
         logits, loss, grads = expected
         packed = model(**packed_batch(documents()))

@@ -70,10 +70,10 @@ class BlocksTest(unittest.TestCase):
         self.assertEqual(family == "qwen3_5", not any(isinstance(x, FP8Experts) for x in adapted[0].modules()))
         with on_a_gpu():
             (loss, gradients), expected = map(run, adapted)
-        self.assertLess(abs(loss - expected[0]).item(), 1e-6)
+        self.assertLess(abs(loss / expected[0] - 1).item(), 1e-6)
         self.assertEqual(gradients.keys(), expected[1].keys())
         self.assertTrue(all("lora_" in name for name in gradients))
-        self.assertLess(total_relative_error(gradients, expected[1]), 1e-6)
+        self.assertLess(total_relative_error(gradients, expected[1]), 2e-6)
         used = implementations_used()
         for op, other in (("linear_lora", "peft"), ("experts_lora", "peft"), ("experts", "grouped_mm")):
             self.assertNotIn(other, used.get(op, ()))

@@ -557,7 +557,7 @@ class AdaptersTest(Float8TestCase):
         with mock.patch.object(float8.logger, "warning_once") as warn:
             found = result(model)
         # Fused layers and those of bitsandbytes round to bfloat16 at other places.
-        self.assertLess(total_relative_error(found[1], plain[1]), 0.02)
+        self.assertLess(total_relative_error(found[1], plain[1]), 0.03)
         self.assertNotIn("linear_float8", implementations_used())
         self.assertNotIn("linear_float8_lora", implementations_used())
         self.assertIn("a Linear4bit runs in its own dtype", warn.call_args.args[0])

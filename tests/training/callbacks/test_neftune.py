@@ -131,7 +131,7 @@ class NeftuneTest(ConfigureTestCase):
                 trainer.data_collator = default_data_collator
                 configure_packing(trainer, "padding_free")
             updates.append(updates_and_log(trainer)[0])
-        self.assertLess(total_relative_error(updates[1], updates[0]), 1e-5)
+        self.assertLess(total_relative_error(updates[1], updates[0]), 4e-5)
 
     def test_padded_batches_through_our_model(self):
         """Padded batches keep their noise, although our model could skip the padding."""
