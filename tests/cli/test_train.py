@@ -629,6 +629,11 @@ class CommandTest(unittest.TestCase):
             finetune.supported_config(str(self.directory), settings)
         settings.mtp_only = True
         finetune.supported_config(str(self.directory), settings)
+        options = Namespace(
+            model=str(self.directory), dtype="auto", float8=False, lora=True, experts=False, load_in_4bit=False
+        )
+        with self.assertRaisesRegex(ValueError, "weights are drawn here, got .*, in fp8. Pass the checkpoint that"):
+            finetune.config_and_dtype(options)
 
     def test_the_names_of_a_whole_model(self):
         """A vision-language model loads the adapter of its language model with `language_model` in the names."""

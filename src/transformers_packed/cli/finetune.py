@@ -309,7 +309,11 @@ def config_and_dtype(args: Namespace) -> tuple[PreTrainedConfig, torch.dtype]:
     dtype = compute_dtype(args.dtype)
     if args.float8:
         check_float8(dtype)
-    return supported_config(args.model, args).get_text_config(), dtype
+    config = supported_config(args.model, args)
+    if stored := quantization_of(config):
+        expected, got = "a checkpoint in 16 or 32 bit, whose weights are drawn here", f"{args.model}, in {stored}"
+        raise input_error(expected, got, "Pass the checkpoint that it was made from.", option="--model")
+    return config.get_text_config(), dtype
 
 
 def load_model(source: str, settings: Namespace, dtype: torch.dtype) -> PreTrainedModel:
