@@ -20,17 +20,19 @@ class MemoryCommandTest(unittest.TestCase):
 
     def test_prints_the_plan(self):
         options = ("--model", self.path / "config.json", "--row-length", 2**20, "--gpu-memory", 80)
-        expected = f"{plan_sequence_parallel(self.config, 2**20, 8, 80).summary()}\n"
+        expected = f"{plan_sequence_parallel(self.config, 2**20, 8, 80, weights='float32').summary()}\n"
         self.assertEqual(run_command("memory", "--gpus", 8, *options), (0, expected, ""))
         for part in ("Smallest P with gradient checkpointing: P = 8", "states in float32", "FSDP2 transfers per GPU"):
             self.assertIn(part, expected)
 
     @parameterized.expand(
         [
-            ([], {}),
+            ([], {"weights": "float32"}),
+            (["--weights", "bfloat16"], {}),
             (["--lora"], {"lora_rank": 16}),
             (["--lora", "--lora-rank", 8], {"lora_rank": 8}),
             (["--optim", "flash_adamw_release"], {"optimizer": "flash_adamw_release"}),
+            (["--optim", "adamw_8bit"], {"optimizer": "adamw_8bit", "weights": "float32"}),
             (
                 ["--lora", "--experts", "--lora-rank", 8, "--load-in-4bit"],
                 {"lora_rank": 8, "lora_experts": True, "load_in_4bit": True},

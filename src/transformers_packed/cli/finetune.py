@@ -35,7 +35,7 @@ from ..models.lora import adapted_layers
 from ..models.losses import DivergenceLoss
 from ..models.mtp import find_head
 from ..models.mtp_head import check_declared
-from ..models.optimizers import OPTIMIZERS, check_optimizer
+from ..models.optimizers import OPTIMIZERS, check_optimizer, dtype_of_weights
 from ..models.quantization import initialize_in_4bit, nf4, quantization_of
 from ..models.registry import inner_model, registered
 from ..models.releases import builds, use_one_gpu
@@ -175,7 +175,7 @@ def check_adapters(settings: Namespace) -> None:
 
 def trains_in_bfloat16(settings: Namespace) -> bool:
     """Whether all weights are trained in bfloat16. Adapters, and weights with other optimizers, are trained in float32."""
-    return not settings.lora and OPTIMIZERS[settings.optim].weights == "bfloat16"
+    return not settings.lora and dtype_of_weights(settings.optim, False) == "bfloat16"
 
 
 def _has_gpu() -> bool:

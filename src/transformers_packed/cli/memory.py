@@ -24,7 +24,7 @@ def add_options(parser: Parser) -> None:
     add("--expert-parallel", type=positive_int, default=1, metavar="N", help="GPUs that share the experts (ep_size)")
     shared("--row-length", required=True, help="tokens per row")
     weights = "dtype of parameters, gradients and moments of torch's AdamW; with --lora of the frozen parameters"
-    shared("--weights", default="bfloat16", help=weights)
+    shared("--weights", default=None, help=f"{weights} (default: that of `train` with these options)")
     parser.add_lora("train LoRA adapters on all linear layers instead of all parameters")
     shared("--gradient-accumulation-steps", "--optim", "--trust-remote-code")
 
@@ -32,6 +32,7 @@ def add_options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the plan."""
     from ..data.planning.memory import plan_sequence_parallel
+    from ..models.optimizers import dtype_of_weights
     from ..models.quantization import quantization_of
     from .checkpoint import load_config
 
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
         args.row_length,
         args.gpus,
         args.gpu_memory,
-        weights=args.weights,
+        weights=args.weights or dtype_of_weights(args.optim, args.lora),
         lora_rank=rank,
         lora_experts=args.experts,
         load_in_4bit=args.load_in_4bit,

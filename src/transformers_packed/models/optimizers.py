@@ -72,6 +72,11 @@ def optimizer_named(name: str) -> Optimizer:
     return OPTIMIZERS[name]
 
 
+def dtype_of_weights(name: str, adapters: bool) -> str:
+    """Return the dtype of a model's weights in `transformers-packed train` on a GPU. Those below adapters are frozen."""
+    return "bfloat16" if adapters else OPTIMIZERS[name].weights
+
+
 def check_optimizer(name: str, weights: str, rows: int, option: str = "") -> Optimizer:
     """Return an optimizer, or raise the `ValueError` of what it cannot train.
 

@@ -79,6 +79,8 @@ class SequenceParallelPlan:
             The optimizer, as in [`plan_sequence_parallel`].
         expert_parallel (`int`):
             The number of GPUs over which experts are spread.
+        weights (`str`):
+            The dtype of the weights, as in [`plan_sequence_parallel`].
     """
 
     config: PreTrainedConfig
@@ -93,6 +95,7 @@ class SequenceParallelPlan:
     lora: Lora = ALL_TRAINED
     optimizer: str = DEFAULT
     expert_parallel: int = 1
+    weights: str = "bfloat16"
 
     @property
     def size(self) -> int:
@@ -133,7 +136,7 @@ class SequenceParallelPlan:
         lines = [
             f"{self.config.model_type} with {self.parameters.total / 1e9:.2f} B parameters{in_fp8}"
             f"{_adapters(self.parameters, self.lora)}, rows of {self.max_length:,} tokens, {count(self.gpus, 'GPU')} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
-            f"{where}: weights {_gib(need.weights)} GiB, gradients {_gib(need.gradients)} GiB, {states} "
+            f"{where}: weights {_gib(need.weights)} GiB ({self.weights}), gradients {_gib(need.gradients)} GiB, {states} "
             f"{_gib(need.moments)} GiB",
             *gathered,
             "",
@@ -273,9 +276,8 @@ def plan_sequence_parallel(
     needed = tuple(next((p for p, ways in options.items() if _fits(ways[n], memory)), None) for n in range(len(_WAYS)))
     every = (None, fewest(needed[1], False), fewest(needed[2], True))
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
-    plan = SequenceParallelPlan(
-        config, parameters, max_length, gpus, memory, options, needed, every, methods, lora, optimizer, expert_parallel
-    )
+    found = config, parameters, max_length, gpus, memory, options, needed, every, methods, lora, optimizer
+    plan = SequenceParallelPlan(*found, expert_parallel, weights)
     if not any(needed):
         raise _nothing_fits(plan, unfit)
     return plan
