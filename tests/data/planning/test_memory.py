@@ -414,7 +414,9 @@ class FormulaeTest(unittest.TestCase):
                 layer = exchanges(config, 2**20, gpus, **options)[2 if "attention" in options else 1]
                 figures.append(f"{layer.bytes / MIB:,.0f} MiB" if fits else "does not fit")
             self.assertIn(f"| {gpus} | {2**20 // gpus:,} | {' | '.join(figures)} |", page)
-        self.assertIn(f"```text\n{plan_sequence_parallel(config, 2**19, 8, 80, weights='float32').summary()}\n```", page)
+        self.assertIn(
+            f"```text\n{plan_sequence_parallel(config, 2**19, 8, 80, weights='float32').summary()}\n```", page
+        )
 
 
 class SavedTest(InterpretedKernelsTest):
