@@ -46,10 +46,13 @@ class CommandLineTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("", "Pass --gradient-checkpointing or lower --batch-size."),
+            ("--batch-size 2", "Pass --gradient-checkpointing or lower --batch-size."),
             ("--row-length 99 --lora", "Pass --gradient-checkpointing, pass --load-in-4bit or lower --row-length."),
             ("--gradient-checkpointing --offload --lora --load-in-4bit --batch-size 1", "Use a larger GPU."),
-            ("--gradient-checkpointing --max-length 9", "Pass --offload, lower --batch-size or lower --max-length."),
+            (
+                "--gradient-checkpointing --batch-size 8 --max-length 9",
+                "Pass --offload, lower --batch-size or lower --max-length.",
+            ),
         ]
     )
     def test_out_of_memory(self, options, advice):

@@ -231,9 +231,9 @@ class CommandTest(unittest.TestCase):
             self.assertEqual([x.tolist() for x in trained.row(row)], [x.tolist() for x in planned.row(row)])
         self.assertEqual((len(trained), trained.cost), (len(planned), planned.cost))
         self.assertIn(f"{len(planned) // 2} steps, rows of up to 30 tokens, 2 per step", out)
-        self.assertIn(
-            "--batch-size: not allowed with argument --row-length", self.train(*options, "--batch-size=2")[2]
-        )
+        for size in (2, 8):
+            message = "--batch-size: not allowed with argument --row-length"
+            self.assertIn(message, self.train(*options, f"--batch-size={size}")[2])
 
     def test_the_compiler_starts_after_the_checks_and_before_the_weights(self):
         calls, empty = [], self.directory / "empty.jsonl"

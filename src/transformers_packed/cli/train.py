@@ -46,8 +46,9 @@ def add_options(parser: Parser) -> None:
     add("--epochs", type=positive_float, default=1.0, metavar="X", help="passes over the data")
     count("--max-steps", "number of optimizer steps, instead of --epochs")
     rows = parser.add_mutually_exclusive_group()
-    per_row = "samples per packed row on each device"
-    rows.add_argument("--batch-size", type=positive_int, default=SAMPLES, metavar="N", help=per_row)
+    per_row = f"samples per packed row on each device (default: {SAMPLES})"
+    # argparse would not see a value that equals the default beside the other option.
+    rows.add_argument("--batch-size", type=positive_int, metavar="N", help=per_row)
     full = "instead, one full row of up to N tokens on each device; the plan command shows these rows"
     shared("--row-length", to=rows, help=full)
     shared("--gradient-accumulation-steps", "--sequence-parallel-size")
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
         raise input_error(
             f"at most --row-length, {args.row_length:,} tokens", f"{args.max_length:,}", fix, option="--max-length"
         )
-    args.batch_size = 1 if args.row_length else args.batch_size
+    args.batch_size = 1 if args.row_length else args.batch_size or SAMPLES
     args.options = {x.name: getattr(args, x.name) for x in fields(TrainingOptions) if hasattr(args, x.name)}
     args.options |= {"packing": "pack" if args.row_length else "padding_free", "max_length": args.row_length}
     args.options |= {"mtp_loss_weight": MTP_LOSS_WEIGHT * args.mtp, "teacher": args.teacher}
