@@ -167,7 +167,7 @@ class FusedQuantizedLayersTest(QuantizationTest):
         self.assertTrue(all("lora_" in name for name in gradients))
         true_logits, true_gradients, _ = self.step(self.exact(model), False, False)
         ours = total_relative_error(gradients, true_gradients)
-        self.assertLess(ours, 5 * total_relative_error(expected, true_gradients))
+        self.assertLess(ours, 6 * total_relative_error(expected, true_gradients))
         self.assertLess((logits - true_logits).norm(), 2 * (theirs - true_logits).norm())
 
     def test_a_weight_is_dequantized_once_for_each_direction(self):
