@@ -13,7 +13,7 @@ from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS, EXPERTS, TINY
 from transformers import LlamaConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
-from transformers_packed.cli.options import LONGEST_SAMPLE, parsers
+from transformers_packed.cli.options import LONGEST_SAMPLE, SAMPLES, parsers
 from transformers_packed.models import float8
 from transformers_packed.ops import compilations as records
 from transformers_packed.ops.compilations import Compilation
@@ -57,7 +57,8 @@ class WarmupCommandTest(unittest.TestCase):
         _, commands = parsers()
         train = commands["train"].parse_args(["--model", "m", "--data", "d", "--output", "o"])
         warmup = commands["warmup"].parse_args(["--model", "m"])
-        self.assertEqual(warmup.row_length, train.batch_size * LONGEST_SAMPLE)
+        self.assertIsNone(train.batch_size)
+        self.assertEqual(warmup.row_length, SAMPLES * LONGEST_SAMPLE)
 
     def test_what_it_prints(self):
         stdout = self.command("--row-length", 24, "--max-documents", 3)
