@@ -256,7 +256,9 @@ class TrainerTest(GivenGpuTest):
 
     def test_on(self):
         graphed, lines = self.train()
-        self.assertRegex("".join(lines), r"^CUDA graphs on, because a row takes 30 ms with graphs; without, the GPU takes 81 ms")
+        self.assertRegex(
+            "".join(lines), r"^CUDA graphs on, because a row takes 30 ms with graphs; without, the GPU takes 81 ms"
+        )
         # Forward and backward, for up to 6 and 30 documents, and none is recorded later.
         self.assertEqual((RunsAgain.made, self.warnings), (4, []))
         self.assertGreaterEqual(RunsAgain.replayed, 4)
@@ -347,7 +349,9 @@ class TrainerTest(GivenGpuTest):
     def test_batches_of_sft_trainer(self):
         with mock.patch.object(callback, "choose_graphs", wraps=choose_graphs) as choose:
             graphed, lines = self.configured(sft=True)
-        self.assertRegex("".join(lines), r"^CUDA graphs on, because a row takes 30 ms with graphs; without, the GPU takes 81 ms")
+        self.assertRegex(
+            "".join(lines), r"^CUDA graphs on, because a row takes 30 ms with graphs; without, the GPU takes 81 ms"
+        )
         self.assertEqual(choose.call_args.args[1], 128)
         made = RunsAgain.made
         self.assertGreater(RunsAgain.replayed, 0)
