@@ -4,6 +4,7 @@ The processes are forks of a server with all imports done, so they pay no import
 tests' process, as it is between the imports and the first test.
 """
 
+import faulthandler
 import gc
 import itertools
 import logging
@@ -35,6 +36,8 @@ from accelerate import DistributedType, PartialState
 TIMEOUT = timedelta(seconds=45)
 # For runs in which one process may compile kernels while the others wait.
 GPU_TIMEOUT = timedelta(seconds=240)
+# A process that hangs ends after this, with the stacks of its threads. No process takes as long on a busy machine.
+HANGS = timedelta(minutes=15)
 
 TESTS = Path(__file__).resolve().parents[1]
 # What the processes import, besides what the files with the tests do.
@@ -237,6 +240,7 @@ def pretend_gpus() -> None:
 
 
 def _begin() -> None:
+    faulthandler.dump_traceback_later(HANGS.total_seconds(), exit=True, file=sys.__stderr__)
     torch.set_num_threads(1)
     # Child processes start by the default method, not from another server.
     multiprocessing.set_start_method(None, force=True)
