@@ -245,18 +245,20 @@ def make_base(config: dict, kind: str, device: str) -> torch.nn.Module:
 
     Its experts in bfloat16 exist for one layer at a time.
     """
-    with registered(), torch.device("meta"):
-        model, other = (
-            AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16) for _ in range(2)
-        )
+
+    def on_meta() -> torch.nn.Module:
+        with registered(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+
+    model = on_meta()
     if kind == "nf4":
         initialize_in_4bit(model, nf4(torch.bfloat16), device)
         return model
     if kind == "fp8":
-        skipped = ["lm_head", *SENSITIVE]
-        replace_with_fp8_linear(other, skipped, FineGrainedFP8Config(), pre_quantized=True)
+        in_blocks = on_meta()
+        replace_with_fp8_linear(in_blocks, ["lm_head", *SENSITIVE], FineGrainedFP8Config(), pre_quantized=True)
         for name, module in initialized_modules(model, device):
-            stored = other.get_submodule(name)
+            stored = in_blocks.get_submodule(name)
             if isinstance(stored, (FP8Linear, FP8Experts)):
                 fill_blocks(stored.to_empty(device=device), module)
                 model.set_submodule(name, stored)
@@ -272,13 +274,14 @@ def make_base(config: dict, kind: str, device: str) -> torch.nn.Module:
 
 def fill_blocks(stored: torch.nn.Module, module: torch.nn.Module) -> None:
     """Store the weights of a module in blocks of 128 rows and columns, each with its largest element at the largest number."""
-    for name, scale in stored.named_parameters():
-        if name.endswith("_scale_inv"):
-            weight = getattr(module, name.removesuffix("_scale_inv")).data
+    for parameter, scale in stored.named_parameters():
+        if parameter.endswith("_scale_inv"):
+            name = parameter.removesuffix("_scale_inv")
+            weight = getattr(module, name).data
             blocks = weight.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128)).float()
             scale.data = blocks.abs().amax((-3, -1)).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
             values = (blocks / scale.data[..., None, :, None]).view(weight.shape)
-            getattr(stored, name.removesuffix("_scale_inv")).data = values.to(torch.float8_e4m3fn)
+            getattr(stored, name).data = values.to(torch.float8_e4m3fn)
     stored.requires_grad_(False)
 
 

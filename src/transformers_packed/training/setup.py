@@ -320,7 +320,7 @@ def _of_ddp(facts: Facts) -> tuple[list[Change], list[EveryGradient]]:
         # No backend sends all of these dtypes, and each process has loaded the same weights.
         ignored = [*getattr(trainer.model, IGNORED_BY_DDP, ()), *stored]
         changes += Change.of(trainer.model, **{IGNORED_BY_DDP: ignored})
-    return changes, [EveryGradient()] * (not (searches or shards))
+    return changes, [] if searches or shards else [EveryGradient()]
 
 
 def _callbacks(facts: Facts, dataset: Any, packed: bool) -> list[TrainerCallback]:
