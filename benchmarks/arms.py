@@ -25,6 +25,7 @@ from transformers import (
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, replace_with_fp8_linear
 
 from transformers_packed import DataCollatorWithFlattening, registered, use_cuda_graphs, use_float8
+from transformers_packed.models.checkpoint_formats import PackedWeight
 from transformers_packed.models.cuda_graphs import graph_length
 from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.quantization import (
@@ -36,6 +37,7 @@ from transformers_packed.models.quantization import (
     nf4,
 )
 from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
+from transformers_packed.ops.grouped_dequantization import Groups
 from transformers_packed.training.added_losses import train_losses
 
 
@@ -241,7 +243,7 @@ def quantize(model: torch.nn.Module, experts: bool = True) -> None:
 
 
 def make_base(config: dict, kind: str, device: str) -> torch.nn.Module:
-    """A causal model of random weights: in NF4, in torchao's float8, or in FP8 as released (`"fp8"`).
+    """A causal model of random weights: in NF4, in torchao's float8, or as released, in FP8, NVFP4 or as AWQ has them.
 
     Its experts in bfloat16 exist for one layer at a time.
     """
@@ -264,12 +266,34 @@ def make_base(config: dict, kind: str, device: str) -> torch.nn.Module:
                 model.set_submodule(name, stored)
         model.tie_weights()
         return model
+    if kind in ("nvfp4", "awq"):
+        for name, module in initialized_modules(model, device):
+            linear = type(module) is torch.nn.Linear and not keeps_dtype(name)
+            for parameter in ("weight",) if linear else EXPERTS if module in experts_of(module) else ():
+                shape = getattr(module, parameter).shape
+                setattr(module, parameter, torch.nn.Parameter(in_groups(shape, kind, device), requires_grad=False))
+        model.tie_weights()
+        return model
     for _, module in initialized_modules(model, device):
         if module in experts_of(module):
             store_in_float8(module)
     model.tie_weights()
     store_in_float8(model)
     return model
+
+
+def in_groups(shape: torch.Size, kind: str, device: str) -> PackedWeight:
+    """Random weights of a standard deviation near 0.02, in NVFP4, or in 4 bit with groups of 128 columns as AWQ has them."""
+    *others, rows, columns = shape
+    values = torch.randint(256, (*others, rows, columns // 2), dtype=torch.uint8, device=device)
+    if kind == "nvfp4":
+        scale = torch.full((*others, rows, columns // 16), 1.75, device=device).to(torch.float8_e4m3fn)
+        whole = torch.full((*others, 1), 256.0, device=device)
+        return PackedWeight(Groups(values, scale, kind, torch.bfloat16, whole=whole, divided=True), torch.bfloat16)
+    scale = torch.full((*others, rows, columns // 128), 0.0043, dtype=torch.float16, device=device)
+    return PackedWeight(
+        Groups(values, scale, "int4", torch.float16, torch.full_like(scale, 8).to(torch.uint8)), torch.bfloat16
+    )
 
 
 def fill_blocks(stored: torch.nn.Module, module: torch.nn.Module) -> None:

@@ -42,6 +42,8 @@ from transformers_packed.training.run_ahead import RunAheadCallback
 
 # Dense bfloat16 products of an H100 or H200, without sparsity.
 PEAK_FLOPS = 989.4e12
+# Frozen weights that `make_base` makes.
+STORED = ("float8", "nf4", "fp8", "nvfp4", "awq")
 # The options that a result repeats.
 SETTINGS = "model weights tokens optim checkpointing offload lora float8 graphs waits ddp_find_unused_parameters comm_hook".split()
 
@@ -191,7 +193,7 @@ def measure(args, config: dict) -> dict:
         ddp_find_unused_parameters=args.ddp_find_unused_parameters,
         **options,
     )
-    if args.weights in ("nf4", "float8", "fp8"):
+    if args.weights in STORED:
         model = make_base(config, args.weights, settings.device)
     else:
         with settings.device:
@@ -253,8 +255,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="0.8B")
     parser.add_argument("--layers", type=int, help="layers of the model, instead of its own number")
-    weights = "float8: torchao's, fp8: blocks as in released checkpoints. Default: those of --optim, or float32"
-    parser.add_argument("--weights", choices=("float32", "bfloat16", "float8", "fp8", "nf4"), help=weights)
+    weights = "float8: torchao's, nf4: bitsandbytes', the others as in released checkpoints. Default: those of --optim, or float32"
+    parser.add_argument("--weights", choices=("float32", "bfloat16", *STORED), help=weights)
     parser.add_argument("--tokens", type=int, default=16384, help="of each GPU's row")
     optim = f"{', '.join(OPTIMIZERS)}, or another one of TrainingArguments"
     parser.add_argument("--optim", default=DEFAULT, metavar="NAME", help=optim)

@@ -5,14 +5,18 @@
 
 import unittest
 from importlib.util import find_spec
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from common.gpu import needs_gpu, synchronising_is_an_error
+from gpu.test_grouped_dequantization import on_the_gpu
+from ops.test_grouped_dequantization import random_groups
 from parameterized import parameterized
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
+from transformers_packed.models.checkpoint_formats import PackedWeight
 from transformers_packed.models.experts import weights_of
 from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
 from transformers_packed.ops import choose_experts, experts
@@ -64,6 +68,22 @@ class ExpertsTestCase(unittest.TestCase):
         options = dict(zip(names, adapters, strict=False))
         y = experts(leaves[0], index, chosen, *weights, **options, impl="triton")
         return [y.detach(), *torch.autograd.grad(y, leaves, self.upstream)]
+
+
+@needs_gpu
+class CudaPackedExpertsTest(ExpertsTestCase):
+    @parameterized.expand(product(("int4", "nvfp4"), (0, 16)))
+    def test_equals_the_weights_that_they_stand_for(self, code, rank):
+        options = {"divided": True, "parts": 2} if code == "nvfp4" else {"zero": True}
+        module = torch.nn.Module()
+        for name, x in zip(("gate_up_proj", "down_proj"), self.weights, strict=True):
+            groups = on_the_gpu(random_groups(code, x.shape, 16, **options))
+            setattr(module, name, torch.nn.Parameter(PackedWeight(groups, torch.bfloat16), requires_grad=False))
+        expected = self.run_op([module.gate_up_proj.compute(), module.down_proj.compute()], rank)
+        for piece in (1, 3 * 256 * 256, 2**28):
+            with mock.patch("transformers_packed.ops.backends.triton.moe._PIECE", piece):
+                actual = self.run_op(weights_of(module, self.x), rank)
+                self.assertTrue(all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), piece)
 
 
 @needs_gpu

@@ -269,7 +269,7 @@ class TrainingTest(QuantizedExpertsTestCase):
         expected, _ = step(model)
         model.save_pretrained(self.folder / "adapter")
         with self.assertRaisesRegex(
-            ValueError, "experts in 4 bit. To merge an adapter, load the model without quantization"
+            ValueError, "weights in fewer bits. To merge an adapter, load the model without quantization"
         ):
             model.merge_and_unload()
         # The same weights, so that the results can be compared.
@@ -293,7 +293,7 @@ class TrainingTest(QuantizedExpertsTestCase):
         self.assertEqual(self.names, [])
         self.assertEqual(sum("mlp.experts" in name for name in gradients), 4)
         with self.assertRaisesRegex(
-            ValueError, "experts in a floating dtype for a change in place, got experts in 4 bit"
+            ValueError, "weights in a floating dtype for a change in place, got weights in fewer bits"
         ):
             torch.optim.SGD(weights_of(model), 0.1).step()
         self.assertTrue(all(map(torch.equal, before, (weights.packed for weights in weights_of(model)))))

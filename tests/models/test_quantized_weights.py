@@ -93,7 +93,7 @@ class TensorTest(unittest.TestCase):
     def test_changes_in_place_are_errors(self, _, change):
         weights = self.weights()
         before = weights.compute()
-        with self.assertRaisesRegex(ValueError, "expected .*got (experts in 4 bit|others)"), torch.no_grad():
+        with self.assertRaisesRegex(ValueError, "expected .*got (weights in fewer bits|others)"), torch.no_grad():
             change(weights)
         self.assertTrue(torch.equal(weights.compute(), before))
 
@@ -109,13 +109,17 @@ class TensorTest(unittest.TestCase):
         }.items()
     )
     def test_sharding_is_an_error(self, _, shard):
-        with self.assertRaisesRegex(ValueError, "experts in a floating dtype to shard or split, got experts in 4 bit"):
+        with self.assertRaisesRegex(
+            ValueError, "weights in a floating dtype to shard or split, got weights in fewer bits"
+        ):
             shard(self.weights())
 
     def test_fully_shard_is_an_error(self):
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         self.addCleanup(torch.distributed.destroy_process_group)
-        with self.assertRaisesRegex(ValueError, "experts in a floating dtype to shard or split, got experts in 4 bit"):
+        with self.assertRaisesRegex(
+            ValueError, "weights in a floating dtype to shard or split, got weights in fewer bits"
+        ):
             fully_shard(self.module(self.weights()), mesh=torch.distributed.init_device_mesh("cpu", (1,)))
 
     def test_too_many_elements(self):

@@ -1,12 +1,14 @@
 """What bitsandbytes quantizes when it loads our models: experts too, but no layers whose errors grow along a document."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig
 
+from ..foreign import swapped
 from .adapters import AdapterMixin
 from .families import EXPERT_CLASSES, EXPERT_WEIGHTS, OWN, family_of
 from .quantized_weights import ExpertsIn4bit, set_weights
@@ -17,6 +19,8 @@ from .releases import initialize_module
 SENSITIVE = tuple(dict.fromkeys(name for family in OWN for name in family.sensitive))
 # Transformers skips the head by default, but not if `llm_int8_skip_modules` is set.
 _HEADS = ("lm_head", "score", "qa_outputs", "mtp")
+# Methods of quantized checkpoints that [`CheckpointQuantizer`] loads.
+CHECKPOINTS = ("compressed-tensors", "modelopt", "awq", "gptq")
 
 
 class QuantizationMixin(AdapterMixin):
@@ -32,13 +36,26 @@ class QuantizationMixin(AdapterMixin):
         sensitive = () if family is None else family.sensitive
         if sensitive and quantization_config is not None:
             quantization_config = _with_skipped_modules(quantization_config, sensitive)
-        return super().from_pretrained(*args, quantization_config=quantization_config, **kwargs)
+        with nullcontext() if quantization_config else _reading_checkpoints():
+            return super().from_pretrained(*args, quantization_config=quantization_config, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(weights, ExpertsIn4bit) for weights in self.parameters()):
             # Some checkpoints have a tensor for each expert, which those in 4 bit cannot be split into.
             kwargs |= {"save_original_format": False}
         super().save_pretrained(*args, **kwargs)
+
+
+@contextmanager
+def _reading_checkpoints() -> Iterator[None]:
+    """Let the weights of quantized checkpoints load in their bits. Transformers has other layers for them, or none."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+
+    from .checkpoint_quantizer import CheckpointConfig, CheckpointQuantizer
+
+    configs, quantizers = ({name: x for name in CHECKPOINTS} for x in (CheckpointConfig, CheckpointQuantizer))
+    with swapped(AUTO_QUANTIZATION_CONFIG_MAPPING, **configs), swapped(AUTO_QUANTIZER_MAPPING, **quantizers):
+        yield
 
 
 def _with_skipped_modules(quantization_config: Any, sensitive: tuple[str, ...]) -> Any:

@@ -1,8 +1,7 @@
-"""Experts in bitsandbytes' 4 bit.
+"""Frozen weights in fewer bits than other code sees, among them experts in bitsandbytes' 4 bit.
 
-They are a tensor `[E, out, in]` of a floating dtype to other code. A parameter that bitsandbytes itself has
-replaced (`replace_parameter_4bit`) has another shape and another name, which PEFT does not adapt. [`adopt`] turns such
-parameters into ours.
+A parameter of experts that bitsandbytes itself has replaced (`replace_parameter_4bit`) has another shape and another name,
+which PEFT does not adapt. [`adopt`] turns such parameters into ours.
 """
 
 import copy
@@ -21,12 +20,71 @@ _COPIES = (aten.copy_.default, aten.set_.source_Tensor)
 _SHARDS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
-class ExpertsIn4bit(torch.Tensor):
-    """Frozen weights `[E, out, in]` in NF4 or FP4, with bitsandbytes' values, blocks and scales.
+class StoredWeight(torch.Tensor):
+    """Frozen weights `[..., out, in]` in fewer bits than the floating dtype that other code sees.
 
-    The op for experts computes them in the dtype that they had before, some experts at a time. Any other operation gets
+    The ops for linear layers and experts compute them in `product_dtype`, some experts at a time. Any other operation gets
     the whole tensor in the dtype of this one, which `to` changes, as `prepare_model_for_kbit_training` does. Copies, and
-    moves to another device, stay in 4 bit. The weights cannot be changed or sharded, and a view is a copy.
+    moves to another device, stay in fewer bits. The weights cannot be changed or sharded, and a view is a copy.
+    """
+
+    # The values as they are stored, and the dtype of products.
+    packed: torch.Tensor
+    product_dtype: torch.dtype
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def compute(self, first: int = 0, last: int | None = None, impl: str = "auto") -> torch.Tensor:
+        """Return the weights from `first` to before `last` of the first dimension, in the dtype of products.
+
+        `impl` is that of the op for the dequantization.
+        """
+        raise NotImplementedError
+
+    def copied(self, copied: Any, dtype: torch.dtype | None = None) -> "StoredWeight":
+        """Return these weights with `copied` of each tensor, as a tensor of another `dtype` if it is given."""
+        raise NotImplementedError
+
+    def _whole(self) -> torch.Tensor:
+        return self.compute().to(self.dtype)
+
+    def __setitem__(self, *_: Any) -> None:
+        # It would change a copy.
+        raise _in_place()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        mine, kwargs = args[0] if args and isinstance(args[0], cls) else None, kwargs or {}
+        if mine is not None:
+            if func in _DETACHED:
+                return mine.copied(lambda x: x)
+            if func is aten.clone.default:
+                return mine.copied(torch.clone)
+            if func is aten._to_copy.default:
+                device = kwargs.get("device") or mine.device
+                return mine.copied(lambda x: x.to(device, copy=True), kwargs.get("dtype"))
+            if func in _COPIES:
+                return mine._same_as(args[1])
+            if func in _SHARDS:
+                raise input_error("weights in a floating dtype to shard or split", "weights in fewer bits")
+        if any(isinstance(x, cls) for x in _written(func, args, kwargs)):
+            raise _in_place()
+        args, kwargs = torch.utils._pytree.tree_map_only(StoredWeight, StoredWeight._whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _same_as(self, other: torch.Tensor) -> "StoredWeight":
+        """Return these weights for a copy of the same ones. Raise a `ValueError` for others.
+
+        DDP copies the weights of the first process. PEFT sets the weights, which it adapts for a forward, to themselves.
+        """
+        if getattr(other, "packed", None) is self.packed:
+            return self
+        if torch.equal(self._whole(), other._whole() if isinstance(other, StoredWeight) else other):
+            return self
+        raise input_error("the same weights in a copy to weights in fewer bits", "others")
+
+
+class ExpertsIn4bit(StoredWeight):
+    """Frozen weights `[E, out, in]` in NF4 or FP4, with bitsandbytes' values, blocks and scales.
 
     Args:
         packed (`torch.Tensor` of shape `[N / 2, 1]`):
@@ -37,9 +95,7 @@ class ExpertsIn4bit(torch.Tensor):
             The dtype that other code sees, by default that of products.
     """
 
-    packed: torch.Tensor
     state: Any
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, packed: torch.Tensor, state: Any, dtype: torch.dtype | None = None) -> "ExpertsIn4bit":
@@ -47,7 +103,7 @@ class ExpertsIn4bit(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, state.shape, **options)
 
     def __init__(self, packed: torch.Tensor, state: Any, dtype: torch.dtype | None = None):
-        self.packed, self.state = packed, state
+        self.packed, self.state, self.product_dtype = packed, state, state.dtype
 
     @classmethod
     def of(cls, weights: torch.Tensor, quant_type: str = "nf4", double: bool = False) -> "ExpertsIn4bit":
@@ -64,61 +120,19 @@ class ExpertsIn4bit(torch.Tensor):
         return f"ExpertsIn4bit({tuple(self.shape)}, {self.state.quant_type}, {self.dtype}, {self.device})"
 
     def compute(self, first: int = 0, last: int | None = None, impl: str = "auto") -> torch.Tensor:
-        """Return the weights of the experts from `first` to before `last`, in the dtype of products.
-
-        `impl` is that of `dequantize_4bit`.
-        """
         from ..ops.dequantization import dequantize_4bit
 
         number, each = (self.shape[0] if last is None else last) - first, self.shape[1:].numel()
         values = dequantize_4bit(self.packed, self.state, first * each, number * each, impl=impl)
         return values.view(number, *self.shape[1:])
 
-    def _whole(self) -> torch.Tensor:
-        return self.compute().to(self.dtype)
-
-    def _copied(self, copied: Any, dtype: torch.dtype | None = None) -> "ExpertsIn4bit":
+    def copied(self, copied: Any, dtype: torch.dtype | None = None) -> "ExpertsIn4bit":
         state = copy.copy(self.state)
         state.absmax, state.code = copied(state.absmax), copied(state.code)
         if state.nested:
             state.offset, state.state2 = copied(state.offset), copy.copy(state.state2)
             state.state2.absmax, state.state2.code = copied(state.state2.absmax), copied(state.state2.code)
         return ExpertsIn4bit(copied(self.packed), state, dtype or self.dtype)
-
-    def __setitem__(self, *_: Any) -> None:
-        # It would change a copy.
-        raise _in_place()
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        mine, kwargs = args[0] if args and isinstance(args[0], cls) else None, kwargs or {}
-        if mine is not None:
-            if func in _DETACHED:
-                return cls(mine.packed, mine.state, mine.dtype)
-            if func is aten.clone.default:
-                return mine._copied(torch.clone)
-            if func is aten._to_copy.default:
-                device = kwargs.get("device") or mine.device
-                return mine._copied(lambda x: x.to(device, copy=True), kwargs.get("dtype"))
-            if func in _COPIES:
-                return mine._same_as(args[1])
-            if func in _SHARDS:
-                raise input_error("experts in a floating dtype to shard or split", "experts in 4 bit")
-        if any(isinstance(x, cls) for x in _written(func, args, kwargs)):
-            raise _in_place()
-        args, kwargs = torch.utils._pytree.tree_map_only(cls, cls._whole, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def _same_as(self, other: torch.Tensor) -> "ExpertsIn4bit":
-        """Return these weights for a copy of the same ones. Raise a `ValueError` for others.
-
-        DDP copies the weights of the first process. PEFT sets the weights, which it adapts for a forward, to themselves.
-        """
-        if getattr(other, "packed", None) is self.packed:
-            return self
-        if torch.equal(self._whole(), other._whole() if isinstance(other, ExpertsIn4bit) else other):
-            return self
-        raise input_error("the same weights in a copy to experts in 4 bit", "others")
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list:
@@ -131,8 +145,8 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list:
 
 
 def _in_place() -> ValueError:
-    hint = "To merge an adapter, load the model without quantization, and the adapter onto it"
-    return input_error("experts in a floating dtype for a change in place", f"experts in 4 bit. {hint}")
+    hint = "To merge an adapter, load the model without quantization, or call its dequantize(), and load the adapter onto it"
+    return input_error("weights in a floating dtype for a change in place", f"weights in fewer bits. {hint}")
 
 
 def set_weights(module: torch.nn.Module, name: str, weights: ExpertsIn4bit) -> None:

@@ -15,7 +15,8 @@ from ..ops.backends.triton import ceil_div
 from ..ops.dequantization import dequantize_4bit, dequantize_blocks, dequantize_rows
 from ..ops.float8 import float8_rows_of
 from ..ops.terms import Dequantized, DequantizedExperts, Float8Weight
-from .quantized_weights import ExpertsIn4bit
+from .checkpoint_formats import Blocks, PackedWeight
+from .quantized_weights import StoredWeight
 from .untouched import is_bare_linear, is_untouched
 
 
@@ -61,6 +62,18 @@ def _bitsandbytes(layer, in_float8, hidden_states):
         return dequantize_4bit(packed, state).view(*state.shape)
 
     return Dequantized(state.shape, layer.compute_dtype, compute)
+
+
+def _released(layer, in_float8, hidden_states):
+    """A weight of a quantized checkpoint as our models load it. Products in float8 read a scale for each row."""
+    if type(layer) is not torch.nn.Linear or not isinstance(layer._parameters.get("weight"), PackedWeight):
+        return None
+    if not is_untouched(layer, torch.nn.Linear, parameters=(PackedWeight, torch.nn.Parameter)):
+        return None
+    weight: Any = layer.weight
+    if in_float8 and isinstance(weight.stored, Blocks) and weight.stored.block == (1, weight.shape[1]):
+        return Float8Weight(weight.packed, weight.stored.scale.flatten(), weight.product_dtype)
+    return Dequantized(weight.shape, weight.product_dtype, weight.compute)
 
 
 def _class_in_blocks(name: str) -> type | None:
@@ -110,11 +123,12 @@ def _plain_experts(module, name, hidden_states):
     return weight if plain else None
 
 
-def _bitsandbytes_experts(module, name, hidden_states):
+def _stored_experts(module, name, hidden_states):
+    """Experts in bitsandbytes' 4 bit, or of a quantized checkpoint."""
     weight = getattr(module, name)
-    if type(weight) is not ExpertsIn4bit or weight.requires_grad:
+    if not isinstance(weight, StoredWeight) or weight.requires_grad:
         return None
-    return DequantizedExperts(weight.shape, weight.state.dtype, weight.compute)
+    return DequantizedExperts(weight.shape, weight.product_dtype, weight.compute)
 
 
 def _torchao_experts(module, name, hidden_states):
@@ -143,12 +157,13 @@ _LINEAR: tuple[Callable[[torch.nn.Module, bool, torch.Tensor], Any], ...] = (
     _plain,
     _torchao_float8,
     _bitsandbytes,
+    _released,
     _in_blocks,
 )
 # Each gets a module of experts, the name of the weight, and the input.
 _EXPERTS: tuple[Callable[[torch.nn.Module, str, torch.Tensor], Any], ...] = (
     _plain_experts,
-    _bitsandbytes_experts,
+    _stored_experts,
     _torchao_experts,
     _experts_in_blocks,
 )

@@ -11,6 +11,7 @@ from functools import lru_cache, wraps
 from importlib import import_module
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ...autograd import first_order
 
@@ -81,7 +82,7 @@ def on_its_device(function: Callable) -> Callable:
     def launch(*args, **kwargs):
         if _single_gpu():
             return function(*args, **kwargs)
-        device = next(x for x in args if isinstance(x, torch.Tensor)).device
+        device = next(x for x in tree_leaves(args) if isinstance(x, torch.Tensor)).device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             return function(*args, **kwargs)
         with torch.cuda.device(device):

@@ -1,4 +1,5 @@
-"""Weights in 4 bit, with scales in float32 or in 8 bit, and weights in float8 with a scale for each row or block.
+"""Weights in 4 bit, with scales in float32 or in 8 bit, in float8 with a scale for each row or block, and in 4 or 8 bit with a
+scale for each group of columns of a row.
 
 A program computes whole blocks of 4 bit, so it reads and computes each scale once.
 """
@@ -10,13 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
+from ...grouped_dequantization import MIDDLE, Groups, parts_of
 from . import ceil_div, next_power_of_2, on_its_device
 
 
 # Elements per program, of which a thread has as many as it stores at once in 16 bits.
 _ELEMENTS = 2048
 # Of a weight in float8, of which a thread loads 16 bytes, and the columns that most sizes of layers are multiples of.
-_OF_FLOAT8, _COLUMNS = 4096, 1024
+_OF_FLOAT8, _COLUMNS, _ORDERED = 4096, 1024, 256
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # A product and a sum in one operation would round once. bitsandbytes rounds twice.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
@@ -60,6 +63,71 @@ def _from_float8(
     inside = (row < number) & (column < C)
     values = tl.load(values_ptr + row * C + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * C + column, (values * scale).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _of_group(
+    code, column, inside, scale_at, zero_at, order_at, whole, dtype: tl.constexpr, CODE: tl.constexpr,
+    ORDERED: tl.constexpr, WHOLE: tl.constexpr, MIDDLE: tl.constexpr, ROUNDED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    group = tl.load(order_at + column, mask=inside, other=0) if ORDERED else column // SIZE
+    scale = tl.load(scale_at + group, mask=inside, other=0.0).to(tl.float32)
+    if WHOLE:
+        scale = tl.div_rn(scale, whole) if WHOLE == 2 else scale * whole
+    # Neither a number nor a code is converted: their bits are part of another number's.
+    if CODE == "nvfp4":
+        value = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    else:
+        zero = MIDDLE
+        if not MIDDLE:
+            zero = tl.load(zero_at + group, mask=inside, other=0).to(tl.float32)
+        value = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
+    return (value * scale).to(ROUNDED).to(dtype)
+
+
+@triton.jit(do_not_specialize=["number", "PART"])
+def _from_groups(
+    values_ptr, scale_ptr, zero_ptr, order_ptr, whole_ptr, y_ptr, number, PART, C, G,
+    SIZE: tl.constexpr, CODE: tl.constexpr, ORDERED: tl.constexpr, WHOLE: tl.constexpr, MIDDLE: tl.constexpr,
+    ROUNDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    # `GROUP` columns have one scale, which a program loads once. Only an order has a scale for each column.
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]
+    first = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS // GROUP) * GROUP)[None, :, None]
+    at = first + tl.arange(0, GROUP)[None, None, :]
+    inside = (row < number) & (at < C)
+    scale_at, zero_at, order_at, whole = scale_ptr + row * G, zero_ptr, order_ptr, 1.0
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    if CODE != "nvfp4" and not MIDDLE:
+        zero_at = zero_ptr + row * G
+    if ORDERED:
+        order_at = order_ptr + (row // PART) * C
+    if WHOLE:
+        whole = tl.load(whole_ptr + row // PART, mask=row < number, other=1.0)
+    if CODE == "int8":
+        code = tl.load(values_ptr + row * C + at, mask=inside, other=0).to(tl.int32)
+        column = at if ORDERED else first
+        y = _of_group(
+            code, column, (row < number) & (column < C), scale_at, zero_at, order_at, whole, dtype, CODE, ORDERED,
+            WHOLE, MIDDLE, ROUNDED, SIZE,
+        )  # fmt: skip
+    else:
+        pairs = first // 2 + tl.arange(0, GROUP // 2)[None, None, :]
+        code = tl.load(values_ptr + row * (C // 2) + pairs, mask=(row < number) & (2 * pairs < C), other=0)
+        code = code.to(tl.int32)
+        column = 2 * pairs if ORDERED else first
+        some = (row < number) & (column < C)
+        left = _of_group(
+            code & 15, column, some, scale_at, zero_at, order_at, whole, dtype, CODE, ORDERED, WHOLE, MIDDLE, ROUNDED,
+            SIZE,
+        )  # fmt: skip
+        column = 2 * pairs + 1 if ORDERED else first
+        right = _of_group(
+            code >> 4, column, some, scale_at, zero_at, order_at, whole, dtype, CODE, ORDERED, WHOLE, MIDDLE, ROUNDED,
+            SIZE,
+        )  # fmt: skip
+        y = tl.interleave(left, right)
+    tl.store(y_ptr + row * C + at, y, mask=inside)
 
 
 @on_its_device
@@ -113,6 +181,42 @@ def _of_float8(values, scale, matrix: int, block: tuple[int, int], dtype: torch.
         width,
         group,
         exponents,
+        num_warps=8,
+    )
+    return y
+
+
+@on_its_device
+def dequantize_groups(groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight `[..., R, C]` in `dtype`."""
+    groups = Groups(*(x.contiguous() if isinstance(x, torch.Tensor) else x for x in groups))
+    *others, rows, columns = groups.shape
+    number, each, ordered = prod(others) * rows, groups.scale.shape[-1], groups.order is not None
+    elements = _OF_FLOAT8 if groups.code == "int8" else _ELEMENTS
+    # Several rows have the same order.
+    width = min(next_power_of_2(columns), _ORDERED if ordered else _COLUMNS)
+    size, high = columns // each, elements // width
+    y = groups.values.new_empty(groups.shape, dtype=dtype)
+    _from_groups[ceil_div(number, high), ceil_div(columns, width)](
+        groups.values,
+        groups.scale,
+        groups.zero,
+        groups.order,
+        groups.whole,
+        y,
+        number,
+        rows // parts_of(groups),
+        columns,
+        each,
+        size,
+        groups.code,
+        ordered,
+        0 if groups.whole is None else 1 + groups.divided,
+        MIDDLE.get(groups.code, 0) if groups.zero is None else 0,
+        _TYPES[groups.rounded],
+        high,
+        width,
+        width if ordered else min(size & -size, width),
         num_warps=8,
     )
     return y

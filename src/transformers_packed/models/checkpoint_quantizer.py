@@ -1,0 +1,93 @@
+"""Loading of quantized checkpoints for LoRA, in the bits of the files. It imports all quantizers of Transformers."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from .checkpoint_formats import TENSORS, PackedWeight, stored_weight
+
+
+logger = logging.get_logger(__name__)
+
+
+class CheckpointConfig(QuantizationConfigMixin):
+    """The `quantization_config` of a checkpoint as it is in the file."""
+
+    def __init__(self, **values: Any):
+        self.values, self.quant_method = values, values["quant_method"]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+
+class CheckpointQuantizer(HfQuantizer):
+    """Loads the weights of a checkpoint as [`PackedWeight`]: compressed-tensors, ModelOpt, AWQ and GPTQ.
+
+    Each weight tells its format by its tensors. Weights that are not quantized load as usual.
+    """
+
+    requires_calibration = True
+    is_trainable = True
+    serialized_names = {"weight": TENSORS}
+    quantization_config: CheckpointConfig
+
+    def __init__(self, quantization_config: CheckpointConfig, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self.read: list[str] = []
+
+    def is_serializable(self) -> bool:
+        # An adapter is what training makes. The base is the checkpoint.
+        return False
+
+    def get_load_operations(self) -> dict[str, type[ConversionOps]]:
+        return {"deserialize": _Read, "dequantize": _Read}
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for name in self.read:
+            weight = model.get_parameter(name).requires_grad_(False)
+            if not isinstance(weight, PackedWeight):
+                dtype = str(weight.dtype).removeprefix("torch.")
+                logger.warning(
+                    f"{name} is in {dtype}, because this model joins the weights of the checkpoint otherwise."
+                )
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        for name, weight in list(model.named_parameters()):
+            if isinstance(weight, PackedWeight):
+                path, _, name = name.rpartition(".")
+                values = weight.compute().to(dtype or weight.dtype)
+                setattr(model.get_submodule(path), name, torch.nn.Parameter(values))
+        return model
+
+
+class _Read(ConversionOps):
+    """Read the weight of a layer, or those of experts before they are joined, from the tensors of the checkpoint."""
+
+    # Transformers finds the quantizer by this name, and then does not cast the tensors.
+    def __init__(self, quantizer: CheckpointQuantizer):
+        self.hf_quantizer = quantizer
+
+    def __deepcopy__(self, memo: dict) -> "_Read":
+        # Transformers copies the operation for each weight. The names that it reads are for one list.
+        return self
+
+    @torch.no_grad()
+    def convert(self, input_dict: dict, model: Any, full_layer_name: str, **kwargs: Any) -> dict:  # type: ignore[override]
+        layers: dict[str, dict[str, list]] = defaultdict(dict)
+        for pattern, values in input_dict.items():
+            layer, _, name = pattern.rpartition(".")
+            layers[layer][name] = values if isinstance(values, list) else [values]
+        dtype, config, found = model.get_parameter(full_layer_name).dtype, self.hf_quantizer.quantization_config, {}
+        for layer, tensors in layers.items():
+            each = [dict(zip(tensors, values, strict=True)) for values in zip(*tensors.values(), strict=True)]
+            weights = [stored_weight(x, config.values, dtype) for x in each]
+            if any(isinstance(x, PackedWeight) for x in weights):
+                self.hf_quantizer.read.append(full_layer_name)
+            found |= {f"{layer}.weight": weights} if layer else {full_layer_name: weights[0]}
+        return found

@@ -1,0 +1,134 @@
+"""Weights of quantized checkpoints load in their bits, and LoRA trains on them as on the weights that they stand for."""
+
+import json
+import unittest
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from common.blocks import LAYERS
+from common.checkpoints import FORMATS, write
+from mixins.lora import randomized
+from mixins.model import packed_batch, total_relative_error
+from mixins.patch import builtin_model, on_a_gpu
+from parameterized import parameterized
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from transformers_packed import registered
+from transformers_packed.models.checkpoint_formats import Blocks, PackedWeight, stored_weight
+from transformers_packed.models.families import EXPERT_WEIGHTS
+from transformers_packed.ops import implementations_used
+from transformers_packed.ops.dispatch import _used
+
+
+VECTORS = Path(__file__).parent.parent / "common" / "packed_weights.safetensors"
+DOCUMENTS = [torch.arange(1, n) for n in (9, 30, 2, 17)]
+
+
+def load(folder, **options):
+    with registered():
+        return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def stored_and_plain(family, name, folder, dtype=torch.float32):
+    """A model that loads a quantized checkpoint, and one that loads the weights that it stands for."""
+    plain = write(builtin_model(family), folder, name)
+    stored = load(folder, dtype=dtype)
+    save_file(plain, Path(folder) / "model.safetensors", {"format": "pt"})
+    config = json.loads((Path(folder) / "config.json").read_text())
+    del config["quantization_config"]
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    return stored, load(folder, dtype=dtype)
+
+
+def run(model):
+    model.zero_grad()
+    loss = model(**packed_batch(DOCUMENTS, "cu_seqlens"), use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+class VectorsTest(unittest.TestCase):
+    @parameterized.expand(["awq", "gptq", "gptq_order", "gptq_8_bit"])
+    def test_weights_that_the_libraries_wrote(self, name):
+        tensors = {x.split(".")[1]: y for x, y in load_file(VECTORS).items() if x.split(".")[0] == name}
+        expected, newer = tensors.pop("weight"), tensors.pop("qzeros_v2", None)
+        config = {"bits": 8 if "8" in name else 4}
+        self.assertTrue(torch.equal(stored_weight(tensors, config, torch.float16).compute(), expected))
+        if newer is not None:
+            found = stored_weight(
+                tensors | {"qzeros": newer}, config | {"checkpoint_format": "gptq_v2"}, torch.float16
+            )
+            self.assertTrue(torch.equal(found.compute(), expected))
+
+
+class LoadingTest(unittest.TestCase):
+    @parameterized.expand([*FORMATS])
+    def test_bits(self, name):
+        families = ("qwen3_5_moe", "qwen3_next") if name in ("nvfp4", "awq", "gptq_order") else ("qwen3_5_moe",)
+        for family in families:
+            with TemporaryDirectory() as folder:
+                stored, plain = stored_and_plain(family, name, folder)
+            found = [x for x in stored.parameters() if isinstance(x, PackedWeight)]
+            self.assertGreater(len(found), 10)
+            self.assertFalse(any(x.requires_grad for x in found))
+            for (key, x), (other, y) in zip(stored.named_parameters(), plain.named_parameters(), strict=True):
+                self.assertEqual(key, other)
+                self.assertTrue(torch.equal(x.compute() if isinstance(x, PackedWeight) else x, y), key)
+
+    def test_weights_that_are_joined_otherwise(self):
+        """Experts whose order of columns differs are joined too. A model that cuts them gets plain weights, and says so."""
+        groups = [stored_weight(FORMATS["gptq_order"][0](torch.randn(32, 32))[0], {"bits": 4}, torch.float32)] * 2
+        joined = torch.cat([torch.stack(groups)] * 2, 1)
+        self.assertIsInstance(joined, PackedWeight)
+        self.assertTrue(torch.equal(joined.compute(1, 2)[0], torch.cat([x.compute() for x in groups])))
+        for other in (torch.cat(groups, 1), torch.stack(groups, 1), torch.stack(groups).transpose(1, 2)):
+            self.assertIs(type(other), torch.Tensor)
+        # The last rows of a block are missing.
+        values, scale = torch.ones(12, 32).to(torch.float8_e4m3fn), torch.ones(1, 2)
+        blocks = [PackedWeight(Blocks(values, scale, (16, 16), torch.float32), torch.float32)] * 2
+        self.assertIs(type(torch.cat(blocks)), torch.Tensor)
+
+
+@unittest.skipUnless(find_spec("peft"), "needs peft")
+class AdaptersTest(unittest.TestCase):
+    def setUp(self):
+        _used.clear()
+        self.folder = self.enterContext(TemporaryDirectory())
+
+    def adapted(self, model, **options):
+        from peft import LoraConfig, get_peft_model
+
+        experts = list(EXPERT_WEIGHTS) if hasattr(model.config, "num_experts") else None
+        options |= {"target_modules": [*LAYERS, "in_proj_qkvz"], "target_parameters": experts}
+        torch.manual_seed(1)
+        return randomized(get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **options)))
+
+    @parameterized.expand(
+        [(name, "qwen3_5_moe") for name in FORMATS] + [("nvfp4", "qwen3_next"), ("w4a16", "qwen3_5")]
+    )
+    def test_gradients(self, name, family):
+        adapted = [self.adapted(x) for x in stored_and_plain(family, name, self.folder)]
+        with on_a_gpu():
+            (loss, gradients), expected = map(run, adapted)
+        self.assertLess(abs(loss / expected[0] - 1).item(), 1e-6)
+        self.assertEqual(gradients.keys(), expected[1].keys())
+        self.assertTrue(all("lora_" in name for name in gradients))
+        self.assertLess(total_relative_error(gradients, expected[1]), 2e-6)
+        used = implementations_used()
+        for op, other in (("linear_lora", "peft"), ("experts_lora", "peft"), ("experts", "grouped_mm")):
+            self.assertNotIn(other, used.get(op, ()))
+        # PEFT's own forward of a plain layer adds in another order.
+        expected = run(adapted[1])
+        for checkpointing in (False, True):
+            if checkpointing:
+                adapted[0].gradient_checkpointing_enable({"use_reentrant": False})
+            loss, gradients = run(adapted[0])
+            self.assertLess(abs(loss - expected[0]).item(), 1e-5)
+            self.assertLess(total_relative_error(gradients, expected[1]), 1e-5)
+
+
+if __name__ == "__main__":
+    unittest.main()
