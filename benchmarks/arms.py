@@ -309,12 +309,12 @@ def fill_blocks(stored: torch.nn.Module, module: torch.nn.Module) -> None:
     stored.requires_grad_(False)
 
 
-def with_lora(model: torch.nn.Module, prepared: bool) -> torch.nn.Module:
+def with_lora(model: torch.nn.Module, prepared: bool, experts: bool = True) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     if prepared:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    mixture = getattr(model.config, "num_experts", None)
+    mixture = experts and getattr(model.config, "num_experts", None)
     # In Qwen3-Next, PEFT takes these names for the experts, at twice the rank, and finds no way to the shared expert.
     taken = LORA_MLP if model.config.model_type == "qwen3_next" else ()
     lora = LoraConfig(

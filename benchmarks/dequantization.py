@@ -70,9 +70,7 @@ def measure(shape: tuple[int, ...], kind: str) -> dict:
         raise AssertionError(f"{kind} {shape}: other bits than the reference")
     read = (values,) if groups is None else (x for x in groups if isinstance(x, torch.Tensor))
     moved = sum(x.nbytes for x in read) + 2 * values.numel()
-    # A copy of other sizes is slower.
-    moved = -(-moved // 4096) * 4096
-    source = torch.empty(moved // 2, device="cuda", dtype=torch.uint8)
+    source = torch.empty(moved // 16, device="cuda", dtype=torch.int64)
     target = torch.empty_like(source)
     kernel, copy = milliseconds(run), milliseconds(lambda: target.copy_(source))
     found = {

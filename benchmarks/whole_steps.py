@@ -45,7 +45,7 @@ PEAK_FLOPS = 989.4e12
 # Frozen weights that `make_base` makes.
 STORED = ("float8", "nf4", "fp8", "nvfp4", "awq")
 # The options that a result repeats.
-SETTINGS = "model weights tokens optim checkpointing offload lora float8 graphs waits ddp_find_unused_parameters comm_hook".split()
+SETTINGS = "model weights tokens optim checkpointing offload lora linear float8 graphs waits ddp_find_unused_parameters comm_hook".split()
 
 
 def samples_of(config: dict, args, rows: int) -> list[dict]:
@@ -201,7 +201,7 @@ def measure(args, config: dict) -> dict:
                 AutoConfig.for_model(**config), dtype=getattr(torch, args.weights)
             )
     if args.lora:
-        model = with_lora(model, False)
+        model = with_lora(model, False, not args.linear)
     clock = Clock(args)
     # Many more than are read, so that the extra rows of a plan take little from each row.
     rows = max(400 * 16384 // args.tokens, 2 * settings.world_size * settings.max_steps)
@@ -262,7 +262,8 @@ def main() -> int:
     parser.add_argument("--optim", default=DEFAULT, metavar="NAME", help=optim)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--offload", action="store_true", help="keep the inputs of checkpointed layers in host memory")
-    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers")
+    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers and experts")
+    parser.add_argument("--linear", action="store_true", help="with --lora, none on experts")
     parser.add_argument("--float8", action="store_true")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="default: PackedTrainer decides")
     parser.add_argument("--waits", action="store_true", help="let Trainer wait for the GPU in each step")

@@ -57,7 +57,7 @@ CHANGES = {
     ("models/mtp_head.py", "add_mtp"),
     ("models/releases.py", "wrap_checkpoints"),
     ("models/quantized_weights.py", "set_weights"),
-    ("models/experts_quantizer.py", "ExpertsQuantizer._dequantize"),
+    ("models/quantized_weights.py", "dequantize"),
     # Attributes of a copy, of our own functions and of our own tensor, which FlashQLA reads.
     ("models/quantization.py", "_with_skipped_modules"),
     ("models/trl_head.py", "beside_trl"),

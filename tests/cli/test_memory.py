@@ -66,7 +66,7 @@ class MemoryCommandTest(unittest.TestCase):
         self.assertRegex(stdout, r"4.21 B parameters \(3.57 B in FP8\) and 32 M in adapters")
         status, _, stderr = run_command(*command)
         self.assertEqual(status, 1)
-        self.assertIn("--model: expected a checkpoint in 16 or 32 bit, got one in fp8. Add --lora", stderr)
+        self.assertIn("--model: expected a checkpoint in 16 or 32 bit, got one in FP8. Add --lora", stderr)
 
     def test_what_cannot_be_is_an_error(self):
         gpus = ("--row-length", 2**20, "--gpus", 2)

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from common import pages
+from common.checkpoints import write
 from common.commands import run_command
 from common.families import tiny_config
 from common.optimizers import flashoptim
@@ -43,6 +44,8 @@ from transformers_packed import DataCollatorWithFlattening, PackingPlan
 from transformers_packed.cli import finetune, run_folder
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8
+from transformers_packed.models.checkpoint_formats import PackedWeight
+from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 from transformers_packed.models.quantized_weights import ExpertsIn4bit
 from transformers_packed.models.versions import can_select_checkpoints, checkpointing_argument
@@ -594,7 +597,7 @@ class CommandTest(unittest.TestCase):
             output = self.directory / "".join(["output", *given])
             out = self.succeeds(*command, *given, model="mixture", output=output)
             adapters.append(load_file(output / "adapter_model.safetensors"))
-        said = "ForCausalLM with LoRA, on experts too, in 4 bit, from .*: [1-9][0-9,]* of [0-9,]* parameters"
+        said = "ForCausalLM with LoRA, on experts too, in NF4, from .*: [1-9][0-9,]* of [0-9,]* parameters"
         self.assertRegex(out, said)
         shapes = [{name: (x.shape, x.dtype) for name, x in adapter.items()} for adapter in adapters]
         self.assertEqual(*shapes)
@@ -619,21 +622,44 @@ class CommandTest(unittest.TestCase):
         config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         config.save_pretrained(self.directory)
         settings = Namespace(load_in_4bit=False)
-        self.assertEqual(finetune.quantization_of(finetune.supported_config(str(self.directory), settings)), "fp8")
+        self.assertEqual(stored_as(finetune.supported_config(str(self.directory), settings)).title, "FP8")
         settings.load_in_4bit = True
-        message = "16 or 32 bit with --load-in-4bit, got .*, whose weights are stored as fp8. Remove --load-in-4bit"
+        message = "16 or 32 bit with --load-in-4bit, got .*, whose weights are in FP8. Remove --load-in-4bit"
         with self.assertRaisesRegex(ValueError, message):
             finetune.supported_config(str(self.directory), settings)
         settings = Namespace(load_in_4bit=False, lora=False, mtp_only=False)
-        with self.assertRaisesRegex(ValueError, "16 or 32 bit, got .*, whose weights are stored as fp8. Add --lora"):
+        with self.assertRaisesRegex(ValueError, "16 or 32 bit, got .*, whose weights are in FP8. Add --lora"):
             finetune.supported_config(str(self.directory), settings)
         settings.mtp_only = True
         finetune.supported_config(str(self.directory), settings)
         options = Namespace(
             model=str(self.directory), dtype="auto", float8=False, lora=True, experts=False, load_in_4bit=False
         )
-        with self.assertRaisesRegex(ValueError, "weights are drawn here, got .*, in fp8. Pass the checkpoint that"):
+        with self.assertRaisesRegex(ValueError, "weights are drawn here, got .*, in FP8. Pass the checkpoint that"):
             finetune.config_and_dtype(options)
+
+    def test_a_quantized_checkpoint(self):
+        """LoRA trains on its weights as they are, goes on after a stop, and its adapter is one of the checkpoint."""
+        set_seed(0)
+        config = Qwen3_5MoeTextConfig(**TEXT_CONFIG, **EXPERTS)
+        write(AutoModelForCausalLM.from_config(config), self.directory / "base", "nvfp4")
+        make_tokenizer(THINKING).save_pretrained(self.directory / "base")
+        command = ["--lora", "--lora-rank=4", "--experts", "--max-steps=2", "--save-steps=1", "--learning-rate=0.05"]
+        base, whole = {"model": self.directory / "base"}, self.directory / "whole"
+        out = self.succeeds(*command, output=whole, **base)
+        said = "ForCausalLM with LoRA, on experts too, in NVFP4, from .*: [1-9][0-9,]* of [0-9,]* parameters"
+        self.assertRegex(out, said)
+        trained = self.trainers[-1].model.eval()
+        self.assertGreater(sum(isinstance(x, PackedWeight) for x in trained.parameters()), 8)
+        self.interrupted(*command, steps=1, **base)
+        self.succeeds(*command, "--resume", **base)
+        adapters = [load_file(x / "adapter_model.safetensors") for x in (whole, self.output)]
+        self.assertEqual(adapters[0].keys(), adapters[1].keys())
+        self.assertTrue(all(torch.equal(x, adapters[1][name]) for name, x in adapters[0].items()))
+        settings = Namespace(load_in_4bit=False, lora=False, attn=None, optim=DEFAULT)
+        base = finetune.load_model(str(self.directory / "base"), settings, torch.float32)
+        want, got = logits(trained, PeftModel.from_pretrained(base, self.output))
+        self.assertLess((got - want).abs().max(), 1e-5)
 
     def test_the_names_of_a_whole_model(self):
         """A vision-language model loads the adapter of its language model with `language_model` in the names."""

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 GROUP = 16
 _NAME = re.compile(rf"\.({'|'.join(LAYERS)}|in_proj_qkvz)\.weight$")
+# Layers that are not quantized, in compressed-tensors' words.
+KEPT = ["lm_head", r"re:.*\.in_proj_(a|b|ba)$", r"re:.*\.shared_expert_gate$", r"re:.*mlp\.gate$"]
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -115,14 +117,17 @@ def _config_of(method: str, options: dict) -> dict:
     weights = json.loads(QuantizationArgs(**options).model_dump_json())
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": method}}
     config = {"quant_method": "compressed-tensors", "format": method, "quantization_status": "compressed"}
-    return config | {"config_groups": groups, "ignore": ["lm_head"]}
+    return config | {"config_groups": groups, "ignore": KEPT}
 
 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
 # The writer of a weight, and the configuration of the checkpoint.
 FORMATS = {name: (partial(compressed, method=x, **y), _config_of(x, y)) for name, (x, y) in _COMPRESSED.items()}
 FORMATS |= {
-    "modelopt": (of_modelopt, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}),
+    "modelopt": (
+        of_modelopt,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.in_proj_[ab]*"]},
+    ),
     "awq": (of_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
     "gptq": (of_gptq, _GPTQ),
     "gptq_order": (partial(of_gptq, ordered=True), _GPTQ | {"desc_act": True}),

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from common.blocks import LAYERS
 from common.gpu import needs_gpu, report
 from common.processes import run_processes
 from common.real_heads import model_on_gpu, row_on_gpu
@@ -20,7 +21,10 @@ from transformers import set_seed
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, use_cuda_graphs
 from transformers_packed.models import cuda_graphs
+from transformers_packed.models.checkpoint_formats import PackedWeight
+from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.ops import dispatch, implementations_used
+from transformers_packed.ops.grouped_dequantization import Groups
 from transformers_packed.training.callbacks.expert_load import ExpertLoad
 
 
@@ -63,6 +67,21 @@ def steps_under_ddp():
                 losses.append(loss.item())
             results += [losses, {name: x.grad.float().cpu() for name, x in model.named_parameters()}]
     return *results, warnings
+
+
+def store_in_nvfp4(model: torch.nn.Module) -> None:
+    """Give linear layers and experts random weights as a quantized checkpoint has them."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    for name, old in list(model.named_parameters()):
+        if name.endswith((*(f"{layer}.weight" for layer in LAYERS), *EXPERT_WEIGHTS)):
+            *others, rows, columns = old.shape
+            values = torch.randint(256, (*others, rows, columns // 2), device="cuda", generator=generator)
+            scale = torch.full((*others, rows, columns // 16), 1.75, device="cuda").to(torch.float8_e4m3fn)
+            whole = torch.full((*others, 1), 256.0, device="cuda")
+            groups = Groups(values.to(torch.uint8), scale, "nvfp4", torch.bfloat16, whole=whole, divided=True)
+            path, _, name = name.rpartition(".")
+            weight = torch.nn.Parameter(PackedWeight(groups, torch.bfloat16), requires_grad=False)
+            setattr(model.get_submodule(path), name, weight)
 
 
 @needs_gpu
@@ -183,6 +202,24 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         report(f"CUDA graphs: LoRA{' with gradient checkpointing' * checkpointing}", loss=loss, gradients=gradient)
         self.assertLessEqual(loss, 0 if checkpointing else 1e-3)
         self.assertLess(gradient, 1e-2)
+
+    @unittest.skipUnless(find_spec("peft"), "needs peft")
+    def test_stored_weights(self):
+        """Layers and experts of a quantized checkpoint, whose weights each replay dequantizes."""
+        import peft
+
+        wrapped = []
+        for model in models_of("qwen3_5_moe"):
+            store_in_nvfp4(model)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            config = {"target_modules": list(LAYERS), "target_parameters": list(EXPERT_WEIGHTS)}
+            set_seed(0)
+            wrapped.append(peft.get_peft_model(model, peft.LoraConfig(r=8, init_lora_weights=False, **config)))
+        loss, gradient = self.compare(*wrapped, FULL.values())
+        report("CUDA graphs: LoRA on NVFP4 with gradient checkpointing", loss=loss, gradients=gradient)
+        self.assertEqual(loss, 0)
+        self.assertLess(gradient, 1e-2)
+        self.assertEqual(len(wrapped[0].base_model.model.model.layer_graphs._graphs), 2)
 
     @parameterized.expand([("qwen3_5", 1), ("qwen3_5", 2), ("qwen3_next", 1), ("qwen3_5_moe", 1)])
     def test_checkpointing(self, family, step):

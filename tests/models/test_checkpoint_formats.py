@@ -1,5 +1,6 @@
 """Weights of quantized checkpoints load in their bits, and LoRA trains on them as on the weights that they stand for."""
 
+import copy
 import json
 import unittest
 from importlib.util import find_spec
@@ -16,8 +17,10 @@ from parameterized import parameterized
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from transformers_packed import registered
+from transformers_packed import patch_model, registered
+from transformers_packed.audit.isolation import changed_by_others
 from transformers_packed.models.checkpoint_formats import Blocks, PackedWeight, stored_weight
+from transformers_packed.models.experts import _adapters_of, isolates
 from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.ops import implementations_used
 from transformers_packed.ops.dispatch import _used
@@ -128,6 +131,105 @@ class AdaptersTest(unittest.TestCase):
             loss, gradients = run(adapted[0])
             self.assertLess(abs(loss - expected[0]).item(), 1e-5)
             self.assertLess(total_relative_error(gradients, expected[1]), 1e-5)
+
+    def test_adapters_are_saved_and_merged(self):
+        """An adapter goes back onto the checkpoint, and is merged into weights that were dequantized."""
+        from peft import PeftModel
+
+        write(builtin_model("qwen3_5_moe"), self.folder, "w4a16")
+        adapted = self.adapted(load(self.folder))
+        adapted.save_pretrained(f"{self.folder}/adapter")
+        loss, gradients = run(adapted)
+        again = PeftModel.from_pretrained(load(self.folder), f"{self.folder}/adapter", is_trainable=True)
+        found = run(again)
+        self.assertEqual(found[0], loss)
+        self.assertEqual(total_relative_error(found[1], gradients), 0)
+        with self.assertRaisesRegex(ValueError, "for a change in place, .* or call its dequantize"):
+            again.merge_and_unload()
+        with self.assertRaisesRegex(ValueError, "not serializable"):
+            load(self.folder).save_pretrained(f"{self.folder}/copy")
+        plain = load(self.folder)
+        plain.dequantize()
+        self.assertFalse(any(isinstance(x, PackedWeight) for x in plain.parameters()))
+        merged = PeftModel.from_pretrained(plain, f"{self.folder}/adapter").merge_and_unload()
+        merged.save_pretrained(f"{self.folder}/merged")
+        batch = packed_batch(DOCUMENTS, "cu_seqlens")
+        stock = patch_model(AutoModelForCausalLM.from_pretrained(f"{self.folder}/merged"))
+        self.assertFalse(hasattr(stock.config, "quantization_config"))
+        with torch.no_grad():
+            self.assertLess((stock(**batch).logits - adapted(**batch).logits).abs().max(), 1e-5)
+
+    def test_documents_stay_apart(self):
+        stored, plain = stored_and_plain("qwen3_5_moe", "nvfp4", self.folder)
+        batch = packed_batch(DOCUMENTS, "cu_seqlens")
+        places = list(torch.arange(sum(map(len, DOCUMENTS))).split([len(x) for x in DOCUMENTS]))
+        self.assertLess(changed_by_others(stored, lambda: stored(**batch), batch, places), 1e-4)
+        with torch.no_grad():
+            self.assertTrue(torch.equal(stored(**batch).logits, plain(**batch).logits))
+
+    def test_layers_and_experts_that_run_themselves(self):
+        """They compute weights again in the backward, and keep none."""
+        stored, plain = stored_and_plain("qwen3_5_moe", "awq", self.folder)
+        for model in (stored, plain):
+            model.model.layers[0].linear_attn.out_proj.register_forward_hook(lambda _, __, y: 2 * y)
+            model.model.layers[1].mlp.experts.register_forward_hook(lambda _, __, y: 3 * y)
+        module = next(x for x in stored.modules() if hasattr(x, "gate_up_proj"))
+        self.assertTrue(isolates(module))
+        self.assertIsNone(_adapters_of(stored.model.layers[1].mlp.experts)[1])
+        found, expected = (run(self.adapted(model)) for model in (stored, plain))
+        self.assertLess(abs(found[0] / expected[0] - 1).item(), 1e-6)
+        self.assertLess(total_relative_error(found[1], expected[1]), 1e-5)
+        layer = stored.model.layers[0].linear_attn.out_proj
+        x = torch.randn(3, layer.in_features, requires_grad=True)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+            layer(x).sum().backward()
+        self.assertNotIn(layer.weight.shape, kept)
+        self.assertNotIn(layer.weight.shape[::-1], kept)
+
+    def test_copies_stay_in_fewer_bits(self):
+        weight = stored_weight(FORMATS["nvfp4"][0](torch.randn(32, 32))[0], {}, torch.bfloat16)
+        parameter = torch.nn.Parameter(weight, requires_grad=False)
+        for copied in (copy.deepcopy(parameter), parameter.clone(), parameter.float(), parameter.detach()):
+            self.assertIsInstance(copied, PackedWeight)
+            self.assertTrue(torch.equal(copied.compute(), weight.compute()))
+        self.assertIs(parameter.float().dtype, torch.float32)
+        self.assertIn("PackedWeight((32, 32), nvfp4, torch.bfloat16, cpu)", repr(weight))
+        with self.assertRaisesRegex(ValueError, "to shard or split, got weights in fewer bits"):
+            parameter.split(16)
+
+
+class RefusedTest(unittest.TestCase):
+    @parameterized.expand(
+        [
+            ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "got awq bits=4 version=gemv"),
+            ({"quant_method": "gptq", "bits": 3}, "got gptq bits=3. Pass the checkpoint that it was made from"),
+            ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format=marlin"),
+            ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "got modelopt quant_algo=W4A8"),
+            ({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}, "format=mxfp4"),
+        ]
+    )
+    def test_formats(self, quantization, message):
+        groups = {"group_0": {"weights": {"num_bits": 4, "type": "float"}}}
+        quantization = quantization | ({"config_groups": groups} if "format" in quantization else {})
+        with TemporaryDirectory() as folder:
+            builtin_model("qwen3_5").save_pretrained(folder)
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+            with self.assertRaisesRegex(ValueError, message):
+                load(folder)
+
+    @parameterized.expand(
+        [
+            ({"weight_packed": torch.zeros(8, 3, dtype=torch.int32)}, r"got weight_packed \(8, 3\) torch.int32"),
+            ({"weight_packed": torch.zeros(8, 4, dtype=torch.uint8)}, r"weight_packed \(8, 4\) torch.uint8"),
+            ({"weight": torch.zeros(8, 4, dtype=torch.uint8)}, r"or GPTQ, got weight \(8, 4\) torch.uint8"),
+            ({"qweight": torch.zeros(8, 4, dtype=torch.int32)}, r"got qweight \(8, 4\) torch.int32"),
+        ]
+    )
+    def test_tensors(self, tensors, message):
+        with self.assertRaisesRegex(ValueError, message):
+            stored_weight(tensors, {"bits": 4}, torch.bfloat16)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ OPTIONAL = {
     # Adapters and hooks on `dt_proj` have no effect, as in other families.
     "transformers.models.jamba.modeling_jamba:JambaMambaMixer": "_is_quantized",
     "transformers.quantizers.base:HfQuantizer._dequantize": "",  # experts stay in 4 bit
+    # Weights of a quantized checkpoint require gradients, which nothing computes.
+    "transformers.quantizers.base:HfQuantizer._process_model_after_weight_loading": "",
     # `patch_model` refuses a `device_map`, and reference models in mixed precision.
     "accelerate.hooks:add_hook_to_module": "_hf_hook _old_forward",
     "accelerate:Accelerator.prepare_model": "_original_forward _is_accelerate_prepared",

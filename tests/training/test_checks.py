@@ -160,7 +160,7 @@ class ReasonsTest(ConfigureTestCase):
         layer = next(x for x in trainer.model.modules() if isinstance(x, torch.nn.Linear))
         layer.weight = torch.nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
         setattr(trainer, shards, True)
-        self.check(trainer, "weight in FP8, which FSDP and DeepSpeed cast without its scales")
+        self.check(trainer, "weight in fewer bits, which FSDP and DeepSpeed cast without its scales")
 
     def test_family_that_was_never_audited(self):
         trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))

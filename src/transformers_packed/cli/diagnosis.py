@@ -18,6 +18,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import input_error
 from ..foreign import attention_of
+from ..models.checkpoint_kinds import stored_as
 from ..models.families import OWN, families_of, family_of
 from ..models.family import Mixers, Own, Refused, Unpacked
 from ..models.float8 import share_in_float8
@@ -129,6 +130,7 @@ def diagnose(
         ours = bool(families_of(model, Own))
         found.model = _describe(model, isolated=all(finding.level != "problem" for finding in judged))
         found.findings += _of_padding(model) if ours else _of_masks(model, attention, device)
+        found.findings += _of_weights(model.config) if ours else ()
         found.findings += _of_head(model.config) if any(family.has_mtp for family in families_of(model)) else ()
     if ours:
         found.ops = _ops_of(model, device, dtype, attention or "sdpa")
@@ -196,6 +198,18 @@ def _of_padding(model: PreTrainedModel) -> Iterator[Finding]:
         if isinstance(module, PackedModelMixin) and hasattr(module, "layers"):
             if why := why_padded(module, {"use_cache": False}):
                 yield Finding("warning", f"Padded batches are computed with their padding: {why}.")
+
+
+def _of_weights(config: PreTrainedConfig) -> Iterator[Finding]:
+    """Yield how a quantized checkpoint is stored, and whether LoRA trains on it."""
+    try:
+        stored = stored_as(config)
+    except ValueError as error:
+        yield Finding("problem", str(error))
+        return
+    if stored is not None:
+        text = f"The checkpoint is in {stored.title}. Its weights stay so, and LoRA trains on them."
+        yield Finding("note", text, "train --lora")
 
 
 def _of_head(config: PreTrainedConfig) -> Iterator[Finding]:

@@ -28,15 +28,17 @@ from transformers import (
 
 from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import count, input_error
+from ..models.checkpoint_kinds import stored_as
 from ..models.cuda_graphs import graph_length, use_cuda_graphs
 from ..models.families import EXPERT_WEIGHTS, OWN, SIZED, family_of, sizes_of, titles
 from ..models.float8 import use_float8
 from ..models.lora import adapted_layers
 from ..models.losses import DivergenceLoss
+from ..models.memory import NF4
 from ..models.mtp import find_head
 from ..models.mtp_head import check_declared
 from ..models.optimizers import OPTIMIZERS, check_optimizer, dtype_of_weights
-from ..models.quantization import initialize_in_4bit, nf4, quantization_of
+from ..models.quantization import initialize_in_4bit, nf4
 from ..models.registry import inner_model, registered
 from ..models.releases import builds, use_one_gpu
 from ..models.versions import can_select_checkpoints, checkpointing_argument
@@ -111,7 +113,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     base = model.get_base_model() if settings.lora else model
     part = "" if config.get_text_config() is config else ", only its language model"
     say(
-        f"{type(base).__name__}{_adapters(settings)} from {type(config).__name__}{part}: "
+        f"{type(base).__name__}{_adapters(settings, base.config)} from {type(config).__name__}{part}: "
         f"{model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters trained, "
         f"{str(dtype).removeprefix('torch.')} on {trainer.args.device}."
     )
@@ -134,15 +136,13 @@ def _absolute(source: str) -> str:
     return str(Path(source).resolve()) if source and Path(source).is_dir() else source
 
 
-def _adapters(settings: Namespace) -> str:
+def _adapters(settings: Namespace, config: PreTrainedConfig) -> str:
     if not settings.lora:
         return ""
-    said = " with LoRA"
-    if settings.experts:
-        said += ", on experts too"
-    if settings.load_in_4bit:
-        said += ", in 4 bit"
-    return f"{said}," if settings.experts or settings.load_in_4bit else said
+    stored = stored_as(config)
+    said = (" with LoRA", "on experts too" if settings.experts else "", f"in {stored.title}" if stored else "")
+    said = ", ".join(filter(None, said))
+    return f"{said}," if settings.experts or stored else said
 
 
 def _say_saved(settings: Namespace) -> None:
@@ -254,9 +254,9 @@ def supported_config(source: str, settings: Namespace | None = None, option: str
             option = f"--{name.replace('_', '-')}"
             got = f"{source}, a {config.model_type}"
             raise input_error(f"{expected} as --model", got, f"Remove {option}.", option=option)
-    stored = quantization_of(config)
-    expected, got = "a checkpoint in 16 or 32 bit", f"{source}, whose weights are stored as {stored}"
-    if getattr(settings, "load_in_4bit", False) and stored not in (None, "bitsandbytes"):
+    stored = stored_as(config)
+    expected, got = "a checkpoint in 16 or 32 bit", f"{source}, whose weights are in {stored and stored.title}"
+    if getattr(settings, "load_in_4bit", False) and stored not in (None, NF4):
         expected, fix = f"{expected} with --load-in-4bit", "Remove --load-in-4bit: they stay as they are."
         raise input_error(expected, got, fix, option="--load-in-4bit")
     if stored and not getattr(settings, "lora", True) and not getattr(settings, "mtp_only", False):
@@ -310,8 +310,11 @@ def config_and_dtype(args: Namespace) -> tuple[PreTrainedConfig, torch.dtype]:
     if args.float8:
         check_float8(dtype)
     config = supported_config(args.model, args)
-    if stored := quantization_of(config):
-        expected, got = "a checkpoint in 16 or 32 bit, whose weights are drawn here", f"{args.model}, in {stored}"
+    if stored := stored_as(config):
+        expected, got = (
+            "a checkpoint in 16 or 32 bit, whose weights are drawn here",
+            f"{args.model}, in {stored.title}",
+        )
         raise input_error(expected, got, "Pass the checkpoint that it was made from.", option="--model")
     return config.get_text_config(), dtype
 

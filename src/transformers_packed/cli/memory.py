@@ -32,14 +32,14 @@ def add_options(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the plan."""
     from ..data.planning.memory import plan_sequence_parallel
+    from ..models.checkpoint_kinds import stored_as
     from ..models.optimizers import dtype_of_weights
-    from ..models.quantization import quantization_of
     from .checkpoint import load_config
 
     config = load_config("--model", args.model, args.trust_remote_code)
     rank = args.lora_rank if args.lora else 0
-    if (stored := quantization_of(config)) and not rank:
-        expected, got = "a checkpoint in 16 or 32 bit", f"one in {stored}"
+    if (stored := stored_as(config)) and not rank:
+        expected, got = "a checkpoint in 16 or 32 bit", f"one in {stored.title}"
         raise input_error(expected, got, "Add --lora: its weights stay as they are.", option="--model")
     plan = plan_sequence_parallel(
         config,

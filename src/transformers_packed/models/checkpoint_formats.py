@@ -172,7 +172,7 @@ def stored_weight(tensors: dict[str, torch.Tensor], config: dict, dtype: torch.d
 
 def _packed_integers(tensors: dict[str, torch.Tensor], config: dict) -> Groups | None:
     packed = tensors.get("weight_packed")
-    if packed is None or packed.dtype != torch.int32:
+    if packed is None or packed.dtype != torch.int32 or not {"weight_shape", "weight_scale"} <= tensors.keys():
         return None
     rows, columns = tensors["weight_shape"].tolist()
     bits = next((bits for bits in (4, 8) if packed.shape[1] == ceil_div(columns * bits, 32)), None)
@@ -191,7 +191,7 @@ def _nvfp4(tensors: dict[str, torch.Tensor], config: dict) -> Groups | None:
     values, whole = tensors.get("weight_packed"), tensors.get("weight_global_scale")
     if not divided:
         values, whole = tensors.get("weight"), tensors.get("weight_scale_2")
-    if values is None or values.dtype != torch.uint8 or whole is None:
+    if values is None or values.dtype != torch.uint8 or whole is None or "weight_scale" not in tensors:
         return None
     whole = whole.float().reshape(1)
     return Groups(values, tensors["weight_scale"], "nvfp4", torch.bfloat16, whole=whole, divided=divided)

@@ -1,6 +1,7 @@
 """Loading of quantized checkpoints for LoRA, in the bits of the files. It imports all quantizers of Transformers."""
 
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .checkpoint_formats import TENSORS, PackedWeight, stored_weight
+from .checkpoint_kinds import quantizes_inputs, stored_as
+from .quantized_weights import dequantize
 
 
 logger = logging.get_logger(__name__)
@@ -39,6 +42,11 @@ class CheckpointQuantizer(HfQuantizer):
     def __init__(self, quantization_config: CheckpointConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.read: list[str] = []
+        described = SimpleNamespace(quantization_config=quantization_config.values)
+        stored = stored_as(described)
+        logger.info(f"The weights stay in {stored and stored.title}.")
+        if quantizes_inputs(described):
+            logger.warning_once("Servers of this checkpoint quantize inputs of layers, too. Training does not.")
 
     def is_serializable(self) -> bool:
         # An adapter is what training makes. The base is the checkpoint.
@@ -58,11 +66,7 @@ class CheckpointQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        for name, weight in list(model.named_parameters()):
-            if isinstance(weight, PackedWeight):
-                path, _, name = name.rpartition(".")
-                values = weight.compute().to(dtype or weight.dtype)
-                setattr(model.get_submodule(path), name, torch.nn.Parameter(values))
+        dequantize(model, dtype)
         return model
 
 

@@ -27,6 +27,7 @@ from ..ops.invariance import is_batch_invariant
 from .experts import isolates
 from .families import OWN, families_of, titles
 from .family import Own
+from .quantized_weights import StoredWeight
 from .recordings import RecordedLayers, Use, is_on_gpu, new_place
 from .releases import checkpoint_of
 from .replacements import Model
@@ -238,7 +239,8 @@ class LayerGraphs:
         made_for: list[Any] = [
             (module.training, getattr(module, "gradient_checkpointing", False)) for module in modules
         ]
-        made_for += [(x.data_ptr(), x.dtype, x.requires_grad) for x in parameters]
+        held = [y for x in parameters for y in (x.tensors() if isinstance(x, StoredWeight) else (x,))]
+        made_for += [(x.data_ptr(), x.dtype, x.requires_grad) for x in held]
         made_for += [x.data_ptr() for x in buffers]
         # Layers may share parameters.
         self._parameters = list(dict.fromkeys(x for x in parameters if x.requires_grad))
@@ -303,7 +305,8 @@ def _reasons_of_layers(
         for parameter in module._parameters.values():
             if parameter is None:
                 continue
-            if type(parameter) not in _WEIGHTS or parameter.device != hidden_states.device:
+            known = type(parameter) in _WEIGHTS or isinstance(parameter, StoredWeight)
+            if not known or parameter.device != hidden_states.device:
                 yield True, f"the layers have a {type(parameter).__name__} on {parameter.device}"
             trained = trained or parameter.requires_grad
     yield not trained, "neither the layers nor their input require gradients"

@@ -9,7 +9,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .families import EXPERT_CLASSES, EXPERT_WEIGHTS
 from .quantization import QuantizationMixin
-from .quantized_weights import ExpertsIn4bit, write_entries
+from .quantized_weights import ExpertsIn4bit, dequantize, write_entries
 
 
 _ENTRIES = ["absmax", "quant_map", "nested_absmax", "nested_quant_map"]
@@ -40,11 +40,7 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
         return [*super().get_weight_conversions(), *(ours if self.pre_quantized else ())]
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        for name, weights in list(model.named_parameters()):
-            if isinstance(weights, ExpertsIn4bit):
-                path, _, name = name.rpartition(".")
-                values = weights.compute().to(dtype or weights.dtype)
-                setattr(model.get_submodule(path), name, torch.nn.Parameter(values))
+        dequantize(model, dtype)
         return super()._dequantize(model, dtype)
 
 

@@ -17,15 +17,17 @@ from weakref import WeakSet
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..foreign import MISSING, names_of, put
+from ..foreign import MISSING, names_of, put, swapped
 from .family import PATCHED, Own
 from .mtp import loading_head, saving_head
 from .releases import BASE_CLASS, forget_recorders, registered_classes
-from .versions import supports_other_families
+from .versions import joins_stored_experts, supports_other_families
 
 
 # The `experts_implementation` of this package.
 EXPERTS = "transformers_packed"
+# Methods of quantized checkpoints whose weights our models load in their bits.
+CHECKPOINTS = ("compressed-tensors", "modelopt", "awq", "gptq")
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -136,6 +138,19 @@ def held() -> Iterator[None]:
         yield
     finally:
         release(owner)
+
+
+@contextmanager
+def reading_checkpoints() -> Iterator[None]:
+    """Let weights of quantized checkpoints load in their bits. Transformers has other layers for them, or none."""
+    if not joins_stored_experts():
+        yield
+        return
+    ours, auto = late("checkpoint_quantizer"), import_module("transformers.quantizers.auto")
+    configs = dict.fromkeys(CHECKPOINTS, ours.CheckpointConfig)
+    quantizers = dict.fromkeys(CHECKPOINTS, ours.CheckpointQuantizer)
+    with swapped(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **configs), swapped(auto.AUTO_QUANTIZER_MAPPING, **quantizers):
+        yield
 
 
 def is_registered() -> bool:

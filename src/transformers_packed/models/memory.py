@@ -9,6 +9,7 @@ a step are what the kernels make in the backward of one layer, which no hook of 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..boundaries import CHUNK_SIZE as RULE_CHUNK_SIZE
 from ..ops import convolution
@@ -22,23 +23,31 @@ from .sizes import Attention, DeltaRule, Experts, Layer, Sizes
 
 # Bytes per value.
 HALF, FULL = 2, 4
-# Bytes of a frozen weight by how it is stored. NF4 has 4 bits, and per block of 64 its maximum in a byte, with a float32 per 256
-# blocks. Released FP8 has a float32 per block of 128 x 128.
-STORED = {"nf4": 1 / 2 + 1 / 64 + FULL / (64 * 256), "fp8": 1 + FULL / (128 * 128)}
 # The kernels for experts fill the rank of adapters up to a power of two from this one on.
 _LEAST_RANK = 16
+
+
+class Stored(NamedTuple):
+    """How frozen weights are stored that are quantized: a title, and the bytes of a weight with its part of the scales."""
+
+    title: str
+    bytes: float
+
+
+# bitsandbytes' NF4 with double quantization: per block of 64 its maximum in a byte, with a float32 per 256 blocks.
+NF4 = Stored("NF4", 1 / 2 + 1 / 64 + FULL / (64 * 256))
 
 
 @dataclass(frozen=True)
 class Lora:
     """LoRA adapters of a rank on all linear layers, and with `experts` on experts. Without a rank, all is trained.
 
-    `stored` is a key of `STORED` if frozen linear layers and experts are quantized.
+    `stored` is how frozen linear layers and experts are stored if they are quantized.
     """
 
     rank: int = 0
     experts: bool = False
-    stored: str | None = None
+    stored: Stored | None = None
 
     @property
     def expert_columns(self) -> int:

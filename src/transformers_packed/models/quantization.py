@@ -1,16 +1,16 @@
 """What bitsandbytes quantizes when it loads our models: experts too, but no layers whose errors grow along a document."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig
 
-from ..foreign import swapped
 from .adapters import AdapterMixin
 from .families import EXPERT_CLASSES, EXPERT_WEIGHTS, OWN, family_of
+from .installed import reading_checkpoints
 from .quantized_weights import ExpertsIn4bit, set_weights
 from .releases import initialize_module
 
@@ -19,8 +19,6 @@ from .releases import initialize_module
 SENSITIVE = tuple(dict.fromkeys(name for family in OWN for name in family.sensitive))
 # Transformers skips the head by default, but not if `llm_int8_skip_modules` is set.
 _HEADS = ("lm_head", "score", "qa_outputs", "mtp")
-# Methods of quantized checkpoints that [`CheckpointQuantizer`] loads.
-CHECKPOINTS = ("compressed-tensors", "modelopt", "awq", "gptq")
 
 
 class QuantizationMixin(AdapterMixin):
@@ -36,7 +34,7 @@ class QuantizationMixin(AdapterMixin):
         sensitive = () if family is None else family.sensitive
         if sensitive and quantization_config is not None:
             quantization_config = _with_skipped_modules(quantization_config, sensitive)
-        with nullcontext() if quantization_config else _reading_checkpoints():
+        with nullcontext() if quantization_config else reading_checkpoints():
             return super().from_pretrained(*args, quantization_config=quantization_config, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
@@ -44,18 +42,6 @@ class QuantizationMixin(AdapterMixin):
             # Some checkpoints have a tensor for each expert, which those in 4 bit cannot be split into.
             kwargs |= {"save_original_format": False}
         super().save_pretrained(*args, **kwargs)
-
-
-@contextmanager
-def _reading_checkpoints() -> Iterator[None]:
-    """Let the weights of quantized checkpoints load in their bits. Transformers has other layers for them, or none."""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
-
-    from .checkpoint_quantizer import CheckpointConfig, CheckpointQuantizer
-
-    configs, quantizers = ({name: x for name in CHECKPOINTS} for x in (CheckpointConfig, CheckpointQuantizer))
-    with swapped(AUTO_QUANTIZATION_CONFIG_MAPPING, **configs), swapped(AUTO_QUANTIZER_MAPPING, **quantizers):
-        yield
 
 
 def _with_skipped_modules(quantization_config: Any, sensitive: tuple[str, ...]) -> Any:
@@ -86,27 +72,6 @@ def nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
 def keeps_dtype(name: str) -> bool:
     """Whether the linear layer of this name stays as it is when our classes are loaded in 4 bit."""
     return not {*_HEADS, *SENSITIVE}.isdisjoint(name.split("."))
-
-
-def quantization_of(config: Any) -> str | None:
-    """Return how the weights of a checkpoint are quantized, such as `"fp8"`, by Transformers' names."""
-    stored = getattr(config, "quantization_config", None)
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    return None if method is None else str(getattr(method, "value", method))
-
-
-def kept_by(config: Any, model: Any) -> Callable[[str], bool]:
-    """Return whether the linear layer of a name is in 16 or 32 bits: in a checkpoint in FP8, or when a model loads in 4 bit."""
-    if quantization_of(config) != "fp8":
-        return keeps_dtype
-    # Late, because its package imports those of all quantizations.
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    stored = config.quantization_config
-    given = stored.get("modules_to_not_convert") if isinstance(stored, dict) else stored.modules_to_not_convert
-    head = model.get_output_embeddings()
-    names = [*(given or ()), *(name for name, module in model.named_modules() if module is head)]
-    return lambda name: not should_convert_module(name, names)
 
 
 def initialized_modules(model: Any, device: torch.device) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -44,6 +44,12 @@ class StoredWeight(torch.Tensor):
         """Return these weights with `copied` of each tensor, as a tensor of another `dtype` if it is given."""
         raise NotImplementedError
 
+    def tensors(self) -> list[torch.Tensor]:
+        """List the tensors that hold the weights."""
+        found: list[torch.Tensor] = []
+        self.copied(lambda x: found.append(x) or x)
+        return found
+
     def _whole(self) -> torch.Tensor:
         return self.compute().to(self.dtype)
 
@@ -147,6 +153,15 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list:
 def _in_place() -> ValueError:
     hint = "To merge an adapter, load the model without quantization, or call its dequantize(), and load the adapter onto it"
     return input_error("weights in a floating dtype for a change in place", f"weights in fewer bits. {hint}")
+
+
+def dequantize(model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Make the weights of the model that are in fewer bits plain ones, in `dtype` or in the one that other code sees."""
+    for name, weights in list(model.named_parameters()):
+        if isinstance(weights, StoredWeight):
+            path, _, name = name.rpartition(".")
+            values = weights.compute().to(dtype or weights.dtype)
+            setattr(model.get_submodule(path), name, torch.nn.Parameter(values))
 
 
 def set_weights(module: torch.nn.Module, name: str, weights: ExpertsIn4bit) -> None:

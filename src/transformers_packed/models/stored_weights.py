@@ -181,6 +181,10 @@ def weight_of_experts(
     return next((x for x in (kind(module, name, hidden_states) for kind in _EXPERTS) if x is not None), None)
 
 
-def in_8_bits(model: torch.nn.Module) -> list[str]:
-    """Return the names of parameters in a floating dtype of 8 bits: weights in FP8, and scales of that size."""
-    return [name for name, x in model.named_parameters() if x.is_floating_point() and x.element_size() == 1]
+def in_fewer_bits(model: torch.nn.Module) -> list[str]:
+    """Return the names of parameters in fewer than 16 bits of a floating dtype, with scales that are apart or inside."""
+    return [
+        name
+        for name, x in model.named_parameters()
+        if isinstance(x, StoredWeight) or (x.is_floating_point() and x.element_size() == 1)
+    ]

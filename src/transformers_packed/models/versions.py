@@ -95,6 +95,11 @@ def has_post_expert_norm(experts: torch.nn.Module) -> bool:
     return getattr(experts, "has_post_expert_norm", False)
 
 
+def joins_stored_experts() -> bool:
+    """Whether Transformers joins the experts of a checkpoint whose weights have several tensors each, as 5.21 does."""
+    return hasattr(import_module("transformers.quantizers.base").HfQuantizer, "serialized_names")
+
+
 def supports_other_families() -> bool:
     """Whether this release is new enough for the families without dedicated classes."""
     return Version(transformers.__version__) >= Version(OTHER_FAMILIES)

@@ -94,10 +94,11 @@ def dequantize_groups(groups: Groups, dtype: torch.dtype, *, impl: str = "auto")
     number = scales[-1] if groups.order is None else 1
     expected = {"scale": (*others, rows, scales[-1]), "zero": scales, "order": (*others, parts, columns)}
     expected["whole"] = (*others, parts)
-    found = {name: tuple(x.shape) for name, x in groups._asdict().items() if isinstance(x, torch.Tensor)}
-    if columns % number or rows % parts or any(found[name] != expected[name] for name in expected if name in found):
+    given = {"scale": groups.scale, "zero": groups.zero, "order": groups.order, "whole": groups.whole}
+    found = {name: tuple(x.shape) for name, x in given.items() if x is not None}
+    if columns % number or rows % parts or any(found[name] != expected[name] for name in found):
         need = "values [..., R, C], scales and zeros [..., R, G] with G a divisor of C, and parts [..., H] with H one of R"
-        raise input_error(need, f"{found}")
+        raise input_error(need, f"values {tuple(groups.values.shape)} and {found}")
     return run("dequantize_groups", impl, GROUPS, groups, dtype)
 
 

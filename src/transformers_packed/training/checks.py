@@ -32,7 +32,7 @@ from ..models.registry import check_patch, inner_model, transformers_model
 from ..models.releases import MAKE_SAMPLER, has_images
 from ..models.shards import split_adapters, summed_per_backward
 from ..models.sizes import sizes_for_ops
-from ..models.stored_weights import in_8_bits
+from ..models.stored_weights import in_fewer_bits
 from ..models.verdict import (
     SEPARATE,
     cache_setting,
@@ -202,10 +202,15 @@ def of_devices(facts: Facts) -> Iterator[Rule]:
         here = f" Pass sequence_parallel_size={size} to configure_packing or PackedTrainingArguments instead."
         yield size > 1, "whole rows", got, f"Set {name}=1.{'' if facts.padded else here}"
     yield from _of_shards(facts)
-    stored = next(iter(in_8_bits(trainer.model)), None)
-    got = f"{stored} in FP8, which FSDP and DeepSpeed cast without its scales"
-    fix = "Train with DDP, or load the model with quantization_config=FineGrainedFP8Config(dequantize=True)."
-    yield stored and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled), "weights that can be cast", got, fix
+    stored = next(iter(in_fewer_bits(trainer.model)), None)
+    got = f"{stored} in fewer bits, which FSDP and DeepSpeed cast without its scales, or cannot shard"
+    fix = "Train with DDP, or dequantize the model when it is loaded."
+    yield (
+        stored and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled),
+        "weights that can be cast and sharded",
+        got,
+        fix,
+    )
     indexed = any(family.has_indexer for family in families_of(trainer.model, Own))
     zero_3 = trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
     yield indexed and zero_3, *INDEXER_UNDER_ZERO_3

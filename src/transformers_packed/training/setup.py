@@ -25,7 +25,7 @@ from ..models.losses import trains_trunk
 from ..models.registry import check_patch, inner_model, patch_model, set_switches
 from ..models.releases import COUNT_ITEMS, IGNORED_BY_DDP, KEPT_COLUMNS, kept_columns
 from ..models.replacements import REPLACEMENTS
-from ..models.stored_weights import in_8_bits
+from ..models.stored_weights import in_fewer_bits
 from .added_losses import BesideScores, ItemCounts, LossesCallback, against_losses, train_losses, trained_by
 from .apply import Change, Prepare, Setup
 from .callbacks.metrics import PackingMetricsCallback, known_cost
@@ -316,8 +316,8 @@ def _of_ddp(facts: Facts) -> tuple[list[Change], list[EveryGradient]]:
         values["find_unused_parameters"] = False
     shards = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     changes = Change.of(ddp, **values)
-    if stored := in_8_bits(trainer.model):
-        # No backend sends all of these dtypes, and each process has loaded the same weights.
+    if stored := in_fewer_bits(trainer.model):
+        # No backend sends all of these, and each process has loaded the same weights.
         ignored = [*getattr(trainer.model, IGNORED_BY_DDP, ()), *stored]
         changes += Change.of(trainer.model, **{IGNORED_BY_DDP: ignored})
     return changes, [] if searches or shards else [EveryGradient()]

@@ -36,8 +36,9 @@ from transformers_packed import DataCollatorWithFlattening, registered
 from transformers_packed.cli.finetune import untrained_model, with_adapters
 from transformers_packed.data.planning.memory import exchanges, plan_sequence_parallel
 from transformers_packed.data.planning.step_memory import Parameters, checkpointed_layers, step_memory
+from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.families import SIZED, sizes_of
-from transformers_packed.models.memory import ALL_TRAINED, STORED, Lora, layer_memory
+from transformers_packed.models.memory import ALL_TRAINED, NF4, Lora, layer_memory
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 from transformers_packed.models.quantization import SENSITIVE
 from transformers_packed.models.quantized_weights import ExpertsIn4bit
@@ -73,6 +74,18 @@ def quantized(config, method, **options):
 def in_fp8(config):
     """The configuration of a checkpoint as released, whose small layers are in 16 bits."""
     return quantized(config, "fp8", modules_to_not_convert=list(SENSITIVE))
+
+
+def in_nvfp4(config):
+    return quantized(config, "modelopt", quant_algo="NVFP4", ignore=["lm_head", *(f"*.{x}" for x in SENSITIVE)])
+
+
+def in_awq(config, **options):
+    return quantized(config, "awq", bits=4, group_size=128, modules_to_not_convert=list(SENSITIVE), **options)
+
+
+# Titles of weights, and the configurations of checkpoints that have them.
+WEIGHTS = {"nf4": ("NF4", None), "fp8": ("FP8", in_fp8), "nvfp4": ("NVFP4", in_nvfp4), "awq": ("AWQ", in_awq)}
 
 
 SPREAD = {"config": Qwen3_5MoeTextConfig(), "expert_parallel": 2, "memory": 141}
@@ -149,7 +162,7 @@ def measured_on_gpus():
             yield run["model"], run["tokens"], 1, checkpoints, ALL_TRAINED, ours["peak_GiB"]
     for run in json.loads((results / "lora.json").read_text())["runs"]:
         checkpoints = WITH if run["checkpointing"] else "without"
-        for arm, lora in {"ours+lora": Lora(16), "ours+qlora": Lora(16, stored="nf4")}.items():
+        for arm, lora in {"ours+lora": Lora(16), "ours+qlora": Lora(16, stored=NF4)}.items():
             if arm in run["arms"] and "ours+graphs+lora" not in run["arms"]:
                 yield run["model"], run["tokens"], 1, checkpoints, lora, run["arms"][arm]["peak_GiB"]
     for run in json.loads((results / "moe.json").read_text())["runs"]:
@@ -164,7 +177,7 @@ def measured_on_gpus():
             yield HYBRIDS[run["family"]], sum(run["lengths"]), 1, "without", ALL_TRAINED, ours["peak_gib"]
     for name in ("sequence_parallel", "long_documents"):
         for run in json.loads((results / f"{name}.json").read_text())["runs"]:
-            peaks, lora = {}, Lora(16, stored="nf4" if run.get("qlora") else None) if run.get("lora") else ALL_TRAINED
+            peaks, lora = {}, Lora(16, stored=NF4 if run.get("qlora") else None) if run.get("lora") else ALL_TRAINED
             for arm in run["arms"]:
                 checkpoints = {"offload": OFFLOAD, "stock offload": None}.get(arm.get("variant"), WITH)
                 if checkpoints is not None and "peak_GiB" in arm:
@@ -212,8 +225,8 @@ def whole_steps_on_one_gpu():
                 or run["tokens"] < 8192
             )
             if run.get("gpus") == 1 and "error" not in run and not unknown:
-                settings = "model", "weights", "lora", "optim", "tokens", "checkpointing"
-                found[tuple(run[setting] for setting in settings)] = run
+                settings = "model", "weights", "lora", "linear", "optim", "tokens", "checkpointing"
+                found[tuple(run.get(setting) or False for setting in settings)] = run
     return found.values()
 
 
@@ -231,17 +244,18 @@ class FormulaeTest(unittest.TestCase):
         page = (ROOT / "docs/explained/memory.md").read_text()
         for run in whole_steps_on_one_gpu():
             model, tokens, measured = run["model"], run["tokens"], run["peak_GiB"]
-            config = in_fp8(qwen_config(model)) if run["weights"] == "fp8" else qwen_config(model)
-            in_4bit = run["weights"] == "nf4"
-            stored = run["weights"] in ("nf4", "fp8")
-            given = {"weights": "bfloat16" if stored else run["weights"], "optimizer": run["optim"]}
+            in_4bit, linear = run["weights"] == "nf4", run.get("linear", False)
+            weights, stored = WEIGHTS.get(run["weights"], (run["weights"], None))
+            config = stored(qwen_config(model)) if stored else qwen_config(model)
+            given = {"weights": "bfloat16" if run["weights"] in WEIGHTS else weights, "optimizer": run["optim"]}
             if run["lora"]:
-                given |= {"lora_rank": 16, "lora_experts": model in MIXTURES, "load_in_4bit": in_4bit}
+                experts = model in MIXTURES and not linear
+                given |= {"lora_rank": 16, "lora_experts": experts, "load_in_4bit": in_4bit}
             saving = run["checkpointing"] + run.get("offload", False)
             need = plan_sequence_parallel(config, tokens, 1, 1000, **given).options[1][saving]
             expected = need.total / GIB
-            weights = {"nf4": "NF4", "fp8": "FP8"}.get(run["weights"], run["weights"])
-            trained = f"{'QLoRA' if in_4bit else 'LoRA' if run['lora'] else 'all'}, {weights}"
+            kind = "QLoRA" if in_4bit else "LoRA" if run["lora"] else "all"
+            trained = f"{kind}{' without experts' if linear else ''}, {weights}"
             way = ("without", WITH, OFFLOAD)[saving]
             row = f"| {model} | {trained}, `{run['optim']}` | {tokens:,} | {way} | {measured:.1f} GiB | {expected:.1f} GiB |"
             with self.subTest(row):
@@ -382,7 +396,7 @@ class FormulaeTest(unittest.TestCase):
         weight = torch.randn(8 * 64, 256, generator=torch.Generator().manual_seed(0))
         codes, state = quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
         found = codes.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
-        self.assertEqual(STORED["nf4"] * weight.numel(), found)
+        self.assertEqual(NF4.bytes * weight.numel(), found)
 
     @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
     def test_counts_the_weights_in_4_bit(self):
@@ -581,16 +595,16 @@ class PlanTest(unittest.TestCase):
                 "trained weights in bfloat16 with flash_adamw, got float32. LoRA",
             ),
             ("kind", {"config": LlamaConfig()}, "got llama"),
-            ("FP8", {"config": in_fp8(Qwen3_5TextConfig())}, "lora_rank with a checkpoint in fp8, got 0. Its weights"),
+            ("FP8", {"config": in_fp8(Qwen3_5TextConfig())}, "lora_rank with a checkpoint in FP8, got 0. Its weights"),
             (
                 "both",
                 {"config": in_fp8(Qwen3_5TextConfig()), "lora_rank": 8, "load_in_4bit": True},
-                "got one in fp8. Leave",
+                "got one in FP8. Leave",
             ),
             (
                 "AWQ",
-                {"config": quantized(Qwen3_5TextConfig(), "awq"), "lora_rank": 8},
-                "16 or 32 bits, or in FP8, got one in awq",
+                {"config": quantized(Qwen3_5TextConfig(), "awq", bits=4, version="gemv"), "lora_rank": 8},
+                "weights in 16 or 32 bit, or by bitsandbytes, fp8, .*, in 4 or 8 bit, got awq bits=4 version=gemv. Pass the checkpoint",
             ),
             (
                 "spread in FP8",
@@ -642,7 +656,7 @@ class PlanTest(unittest.TestCase):
         )
         # All linear layers but small ones, routers and the head, as in 4 bit.
         self.assertEqual(need.parameters, in_4bit.parameters)
-        more = (STORED["fp8"] - STORED["nf4"]) * need.parameters.quantized
+        more = (stored_as(in_fp8(config)).bytes - NF4.bytes) * need.parameters.quantized
         self.assertAlmostEqual(need.options[1][0].weights, in_4bit.options[1][0].weights + more, delta=1)
         self.assertRegex(need.summary(), r" B parameters \([\d.]+ B in FP8\) and (?s:.*)\nNot sharded")
         kept = in_fp8(config)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from ...errors import Rule, count, first_error, input_error
+from ...models.checkpoint_kinds import stored_as
 from ...models.families import sizes_of
-from ...models.memory import ALL_TRAINED, FULL, HALF, Lora, way_of_attention
+from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, Lora, way_of_attention
 from ...models.optimizers import DEFAULT, OPTIMIZERS, check_optimizer
-from ...models.quantization import quantization_of
 from ...models.sizes import Sizes
 from ...ops.moe import MAX_RANK
 from ...parallel.groups import check_methods
@@ -132,9 +132,12 @@ class SequenceParallelPlan:
         else:
             where, gathered = "Not sharded, on each GPU", []
             transfers = f"DDP transfers per GPU: {_mib(2 * need.gradients * share)} MiB of gradients"
-        in_fp8 = f" ({self.parameters.quantized / 1e9:.2f} B in FP8)" if self.lora.stored == "fp8" else ""
+        stored = self.lora.stored
+        quantized = (
+            f" ({self.parameters.quantized / 1e9:.2f} B in {stored.title})" if stored not in (None, NF4) else ""
+        )
         lines = [
-            f"{self.config.model_type} with {self.parameters.total / 1e9:.2f} B parameters{in_fp8}"
+            f"{self.config.model_type} with {self.parameters.total / 1e9:.2f} B parameters{quantized}"
             f"{_adapters(self.parameters, self.lora)}, rows of {self.max_length:,} tokens, {count(self.gpus, 'GPU')} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
             f"{where}: weights {_gib(need.weights)} GiB ({self.weights}), gradients {_gib(need.gradients)} GiB, {states} "
             f"{_gib(need.moments)} GiB",
@@ -212,7 +215,7 @@ def plan_sequence_parallel(
             Train adapters of the experts of a mixture too, of a rank up to 64.
         load_in_4bit (`bool`, *optional*, defaults to `False`):
             Keep frozen linear layers and experts in NF4 with double quantization. Nothing is then sharded, as with a
-            checkpoint in FP8, whose configuration says so.
+            checkpoint that is quantized already, whose configuration says so.
         optimizer (`str`, *optional*, defaults to `"adamw_torch_fused"`):
             A name of `models.optimizers.OPTIMIZERS`. Nothing is sharded with those of torchao and bitsandbytes.
         gradient_accumulation_steps (`int`, *optional*, defaults to 1):
@@ -242,7 +245,7 @@ def plan_sequence_parallel(
 
     ```
     """
-    rows, stored = gradient_accumulation_steps, "nf4" if load_in_4bit else quantization_of(config)
+    rows, stored = gradient_accumulation_steps, NF4 if load_in_4bit else stored_as(config)
     lora = Lora(lora_rank, lora_experts, stored)
     sizes = sizes_of(config, "Train this model without sequence parallelism.")
     positive = {"max_length": max_length, "gpus": gpus, "memory": memory, "gradient_accumulation_steps": rows}
@@ -285,14 +288,13 @@ def plan_sequence_parallel(
 
 def _of_adapters(config: PreTrainedConfig, sizes: Sizes, lora: Lora, load_in_4bit: bool) -> Iterator[Rule]:
     """The rules of adapters, and of weights that are quantized below them."""
-    full, found = "Full fine-tuning trains all weights as they are.", quantization_of(config)
-    got = f"one in {found}"
+    full, found = "Full fine-tuning trains all weights as they are.", stored_as(config)
+    title = found.title if found else ""
     yield lora.rank < 0, "lora_rank of at least 0", lora.rank, ""
     yield lora.experts and not lora.rank, "lora_rank with lora_experts", lora.rank, full
     yield load_in_4bit and not lora.rank, "lora_rank with load_in_4bit", lora.rank, full
-    yield load_in_4bit and found, "a checkpoint in 16 or 32 bits with load_in_4bit", got, "Leave it out."
-    yield found not in (None, "fp8"), "a checkpoint in 16 or 32 bits, or in FP8", got, ""
-    yield found and not lora.rank, f"lora_rank with a checkpoint in {found}", lora.rank, "Its weights are frozen."
+    yield load_in_4bit and found, "a checkpoint in 16 or 32 bits with load_in_4bit", f"one in {title}", "Leave it out."
+    yield found and not lora.rank, f"lora_rank with a checkpoint in {title}", lora.rank, "Its weights are frozen."
     expected, fix = "a mixture of experts, with lora_experts", "Leave lora_experts out."
     yield lora.experts and not sizes.mixtures, expected, config.model_type, fix
     expected = f"lora_rank of at most {MAX_RANK} with lora_experts"
@@ -305,8 +307,8 @@ def _check_spread(expert_parallel: int, gpus: int, sizes: Sizes, model: str, lor
     uneven = expert_parallel < 1 or gpus % expert_parallel or number % expert_parallel
     reasons = {
         "lora_experts": lora.experts,
-        "load_in_4bit": lora.stored == "nf4",
-        "weights in FP8": lora.stored == "fp8",
+        "load_in_4bit": lora.stored == NF4,
+        f"weights in {lora.stored and lora.stored.title}": lora.stored,
     }
     reasons[f"optimizer={optimizer}"] = not OPTIMIZERS[optimizer].shards
     whole = next((name for name, is_whole in reasons.items() if is_whole), "")

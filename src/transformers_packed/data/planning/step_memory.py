@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
+from ...models.checkpoint_kinds import kept_by
 from ...models.families import EXPERT_WEIGHTS, sizes_of
 from ...models.lora import adapted_layers
-from ...models.memory import ALL_TRAINED, FULL, HALF, STORED, Lora, layer_memory, loss_memory
+from ...models.memory import ALL_TRAINED, FULL, HALF, Lora, layer_memory, loss_memory
 from ...models.optimizers import DEFAULT, OPTIMIZERS, Optimizer
-from ...models.quantization import kept_by
 from ...models.sizes import Experts, Sizes
 
 
@@ -17,7 +17,7 @@ from ...models.sizes import Experts, Sizes
 class Parameters:
     """The number of parameters: in total, outside of layers, in the largest layer, and in adapters of rank 1.
 
-    `quantized` are those that the checkpoint has in FP8, or that loading in 4 bit quantizes. The adapters are those of linear layers and of experts.
+    `quantized` are those that the checkpoint has in fewer bits, or that loading in 4 bit quantizes. The adapters are those of linear layers and of experts.
     """
 
     total: int
@@ -52,7 +52,7 @@ class Parameters:
 
     def bytes(self, width: float, lora: Lora) -> float:
         """The size of all parameters but adapters, in weights of `width` bytes."""
-        return width * self.total + (STORED[lora.stored] - width if lora.stored else 0) * self.quantized
+        return width * self.total + (lora.stored.bytes - width if lora.stored else 0) * self.quantized
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""What the configuration of a quantized checkpoint says about its weights."""
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import input_error
+from .memory import FULL, HALF, NF4, Stored
+from .quantization import keeps_dtype
+
+
+# Formats of compressed-tensors that our models load.
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
+_NVFP4 = Stored("NVFP4", 1 / 2 + 1 / 16)
+
+
+def quantization_of(config: Any) -> str | None:
+    """Return how the weights of a checkpoint are quantized, such as `"fp8"`, by Transformers' names."""
+    method = _values(config).get("quant_method")
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def stored_as(config: Any) -> Stored | None:
+    """Return how the quantized weights of a checkpoint are stored, or `None` if they are not.
+
+    Raises:
+        `ValueError`: this package does not load them as they are.
+    """
+    method, values = quantization_of(config), _values(config)
+    if method is None:
+        return None
+    found = _KINDS[method](values) if method in _KINDS else None
+    if found is None:
+        details = [f"{name}={values[name]}" for name in _DETAILS if values.get(name) is not None]
+        expected = f"weights in 16 or 32 bit, or by {', '.join(_KINDS)}, in 4 or 8 bit"
+        raise input_error(expected, " ".join([method, *details]), "Pass the checkpoint that it was made from.")
+    return found
+
+
+def kept_by(config: Any, model: Any) -> Callable[[str], bool]:
+    """Return whether the linear layer of a name is in 16 or 32 bits: in a quantized checkpoint, or when a model loads in 4 bit."""
+    method, values = quantization_of(config), _values(config)
+    if method in (None, "bitsandbytes"):
+        return keeps_dtype
+    head = model.get_output_embeddings()
+    heads, skipped = {name for name, module in model.named_modules() if module is head}, list(_skipped(method, values))
+
+    def is_kept(name: str) -> bool:
+        # The checkpoint may be of a model with images.
+        names = name, re.sub(r"^model\.", "model.language_model.", name)
+        return name in heads or any(is_skipped(x) for is_skipped in skipped for x in names)
+
+    return is_kept
+
+
+def quantizes_inputs(config: Any) -> bool:
+    """Whether servers of the checkpoint quantize the inputs of its layers, too."""
+    groups = _values(config).get("config_groups") or {}
+    return quantization_of(config) == "modelopt" or any(x.get("input_activations") for x in groups.values())
+
+
+def _values(config: Any) -> dict:
+    stored = getattr(config, "quantization_config", None)
+    return (stored if isinstance(stored, dict) else stored.to_dict()) if stored is not None else {}
+
+
+def _bitsandbytes(values: dict) -> Stored:
+    return NF4 if values.get("load_in_4bit") else Stored("8 bit", 1)
+
+
+def _fp8(values: dict) -> Stored:
+    return Stored("FP8", 1 + FULL / (128 * 128))
+
+
+def _compressed_tensors(values: dict) -> Stored | None:
+    groups = [group for group in (values.get("config_groups") or {}).values() if group.get("weights")]
+    formats = {group.get("format") or values.get("format") for group in groups}
+    if not groups or not formats <= set(_FORMATS):
+        return None
+    # Where layers differ, the most bytes count.
+    found = [_of_weights(group["weights"]) for group in groups]
+    return None if None in found else max(found, key=lambda stored: stored.bytes)
+
+
+def _of_weights(weights: dict) -> Stored | None:
+    bits, group = weights.get("num_bits"), weights.get("group_size") or 0
+    if weights.get("type") == "float":
+        return {4: _NVFP4, 8: _fp8(weights)}.get(bits)
+    return _integers(bits, group, zeros=not weights.get("symmetric", True))
+
+
+def _modelopt(values: dict) -> Stored | None:
+    return {"NVFP4": _NVFP4, "FP8": _fp8(values)}.get(values.get("quant_algo"))
+
+
+def _awq(values: dict) -> Stored | None:
+    bits = values.get("bits", values.get("w_bit"))
+    is_known = bits == 4 and str(values.get("version", "gemm")).lower() == "gemm"
+    return _integers(bits, values.get("group_size", values.get("q_group_size"))) if is_known else None
+
+
+def _gptq(values: dict) -> Stored | None:
+    is_known = values.get("checkpoint_format", "gptq") in ("gptq", "gptq_v2")
+    return _integers(values.get("bits"), values.get("group_size")) if is_known else None
+
+
+def _integers(bits: int | None, group: int | None, zeros: bool = True) -> Stored | None:
+    if bits not in (4, 8):
+        return None
+    # Without groups, a row has a scale.
+    each = (HALF + zeros) / group if group and group > 0 else 0
+    return Stored(f"{bits} bit", bits / 8 + each)
+
+
+def _skipped(method: str, values: dict) -> Iterator[Callable[[str], Any]]:
+    """Yield functions that tell whether a layer of a name is not quantized."""
+    if method in ("fp8", "awq"):
+        # Late, because its package imports those of all quantizations.
+        from transformers.quantizers.quantizers_utils import should_convert_module
+
+        names = values.get("modules_to_not_convert") or []
+        yield lambda layer: not should_convert_module(layer, names)
+    elif method == "gptq":
+        yield from (re.compile(x[2:]).match for x in values.get("dynamic") or {} if x.startswith("-:"))
+    for name in values.get("ignore") or values.get("exclude_modules") or ():
+        if name.startswith("re:"):
+            yield re.compile(name.removeprefix("re:")).match
+        elif "*" in name:
+            yield re.compile(fnmatch.translate(name)).match
+        else:
+            yield re.compile(rf"(.*\.)?{re.escape(name)}(\..*)?$").match
+
+
+_KINDS = {
+    "bitsandbytes": _bitsandbytes,
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "awq": _awq,
+    "gptq": _gptq,
+}
+_DETAILS = ("format", "quant_algo", "bits", "version", "checkpoint_format")
