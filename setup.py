@@ -31,6 +31,8 @@ EXTRAS["dev"] = [
     *EXTRAS["docs"],
     "bitsandbytes>=0.50; platform_system == 'Linux'",
     "torchao>=0.18; platform_system == 'Linux'",
+    # Writes the quantized checkpoints of the tests.
+    "compressed-tensors>=0.20",
     "datasets>=4.7",
     # Importable on Linux, so that the tests meet them as users do; on a CPU nothing of them runs.
     "flash-linear-attention>=0.6.0; platform_system == 'Linux'",

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT, TEACHER = "Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-4B"
+QUANTIZED = "checkpoint-AWQ"
 # Families without classes of their own in this package, and another one with them.
 OTHER_CHECKPOINTS = {
     "LiquidAI/LFM2-350M": "lfm2",
@@ -74,6 +75,9 @@ def make_files(folder: Path) -> None:
     from families import tiny_model
     from trl import chat_template_utils
 
+    sys.path.append(str(ROOT / "tests"))
+    from common.checkpoints import write
+
     examples = examples_module()
     made, processor = examples.tiny_vision_checkpoint()
     _with_head(made, folder / CHECKPOINT)
@@ -86,6 +90,7 @@ def make_files(folder: Path) -> None:
     for name, family in OTHER_CHECKPOINTS.items():
         tiny_model(family, vocab_size=len(tokenizer)).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    write(tiny_model("qwen3_next", vocab_size=len(tokenizer)), str(folder / QUANTIZED), "awq")
     chats = CHATS.read_text(encoding="utf-8").splitlines(keepends=True)
     (folder / "examples").mkdir()
     for name in ("chats.jsonl", "examples/chats.jsonl"):

@@ -8,20 +8,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+import torch.distributed as dist
 from common.blocks import LAYERS
 from common.checkpoints import FORMATS, write
+from common.processes import run_processes
 from mixins.lora import randomized
 from mixins.model import packed_batch, total_relative_error
-from mixins.patch import builtin_model, on_a_gpu
+from mixins.patch import COMPOSITE, builtin_model, on_a_gpu
 from parameterized import parameterized
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from transformers_packed import patch_model, registered
 from transformers_packed.audit.isolation import changed_by_others
 from transformers_packed.models.checkpoint_formats import Blocks, PackedWeight, stored_weight
 from transformers_packed.models.experts import _adapters_of, isolates
 from transformers_packed.models.families import EXPERT_WEIGHTS
+from transformers_packed.models.quantized_weights import tensors_of
 from transformers_packed.ops import implementations_used
 from transformers_packed.ops.dispatch import _used
 
@@ -53,6 +57,24 @@ def run(model):
     return loss.detach(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
+def adapted(model, **options):
+    from peft import LoraConfig, get_peft_model
+
+    experts = list(EXPERT_WEIGHTS) if hasattr(model.config, "num_experts") else None
+    options |= {"target_modules": [*LAYERS, "in_proj_qkvz"], "target_parameters": experts}
+    torch.manual_seed(1)
+    return randomized(get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **options)))
+
+
+def gradients_under_ddp(folder):
+    """Gradients of other documents in each process, and how many weights are stored."""
+    model = DistributedDataParallel(adapted(load(folder)))
+    batch = packed_batch(DOCUMENTS[dist.get_rank() :], "cu_seqlens")
+    model(**batch, use_cache=False).loss.backward()
+    stored = sum(isinstance(x, PackedWeight) for x in model.parameters())
+    return {name: x.grad for name, x in model.module.named_parameters() if x.grad is not None}, stored
+
+
 class VectorsTest(unittest.TestCase):
     @parameterized.expand(["awq", "gptq", "gptq_order", "gptq_8_bit"])
     def test_weights_that_the_libraries_wrote(self, name):
@@ -81,6 +103,21 @@ class LoadingTest(unittest.TestCase):
                 self.assertEqual(key, other)
                 self.assertTrue(torch.equal(x.compute() if isinstance(x, PackedWeight) else x, y), key)
 
+    @parameterized.expand([(AutoModelForCausalLM,), (AutoModelForImageTextToText,)])
+    def test_a_checkpoint_with_a_vision_tower(self, auto):
+        builtin = builtin_model("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", COMPOSITE["qwen3_5_moe"])
+        with TemporaryDirectory() as folder, registered():
+            plain = write(builtin, folder, "gptq")
+            model = auto.from_pretrained(folder, dtype=torch.float32)
+        found = {name: x for name, x in model.named_parameters() if isinstance(x, PackedWeight)}
+        self.assertGreater(len(found), 10)
+        for name, x in found.items():
+            if "experts" not in name:
+                name = name if "language_model" in name else name.replace("model.", "model.language_model.", 1)
+                self.assertTrue(torch.equal(x.compute(), plain[name]), name)
+        batch = packed_batch(DOCUMENTS, "cu_seqlens")
+        self.assertTrue(torch.isfinite(model(**batch, use_cache=False).loss))
+
     def test_weights_that_are_joined_otherwise(self):
         """Experts whose order of columns differs are joined too. A model that cuts them gets plain weights, and says so."""
         groups = [stored_weight(FORMATS["gptq_order"][0](torch.randn(32, 32))[0], {"bits": 4}, torch.float32)] * 2
@@ -101,21 +138,13 @@ class AdaptersTest(unittest.TestCase):
         _used.clear()
         self.folder = self.enterContext(TemporaryDirectory())
 
-    def adapted(self, model, **options):
-        from peft import LoraConfig, get_peft_model
-
-        experts = list(EXPERT_WEIGHTS) if hasattr(model.config, "num_experts") else None
-        options |= {"target_modules": [*LAYERS, "in_proj_qkvz"], "target_parameters": experts}
-        torch.manual_seed(1)
-        return randomized(get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **options)))
-
     @parameterized.expand(
         [(name, "qwen3_5_moe") for name in FORMATS] + [("nvfp4", "qwen3_next"), ("w4a16", "qwen3_5")]
     )
     def test_gradients(self, name, family):
-        adapted = [self.adapted(x) for x in stored_and_plain(family, name, self.folder)]
+        models = [adapted(x) for x in stored_and_plain(family, name, self.folder)]
         with on_a_gpu():
-            (loss, gradients), expected = map(run, adapted)
+            (loss, gradients), expected = map(run, models)
         self.assertLess(abs(loss / expected[0] - 1).item(), 1e-6)
         self.assertEqual(gradients.keys(), expected[1].keys())
         self.assertTrue(all("lora_" in name for name in gradients))
@@ -124,11 +153,11 @@ class AdaptersTest(unittest.TestCase):
         for op, other in (("linear_lora", "peft"), ("experts_lora", "peft"), ("experts", "grouped_mm")):
             self.assertNotIn(other, used.get(op, ()))
         # PEFT's own forward of a plain layer adds in another order.
-        expected = run(adapted[1])
+        expected = run(models[1])
         for checkpointing in (False, True):
             if checkpointing:
-                adapted[0].gradient_checkpointing_enable({"use_reentrant": False})
-            loss, gradients = run(adapted[0])
+                models[0].gradient_checkpointing_enable({"use_reentrant": False})
+            loss, gradients = run(models[0])
             self.assertLess(abs(loss - expected[0]).item(), 1e-5)
             self.assertLess(total_relative_error(gradients, expected[1]), 1e-5)
 
@@ -137,9 +166,9 @@ class AdaptersTest(unittest.TestCase):
         from peft import PeftModel
 
         write(builtin_model("qwen3_5_moe"), self.folder, "w4a16")
-        adapted = self.adapted(load(self.folder))
-        adapted.save_pretrained(f"{self.folder}/adapter")
-        loss, gradients = run(adapted)
+        trained = adapted(load(self.folder))
+        trained.save_pretrained(f"{self.folder}/adapter")
+        loss, gradients = run(trained)
         again = PeftModel.from_pretrained(load(self.folder), f"{self.folder}/adapter", is_trainable=True)
         found = run(again)
         self.assertEqual(found[0], loss)
@@ -157,7 +186,7 @@ class AdaptersTest(unittest.TestCase):
         stock = patch_model(AutoModelForCausalLM.from_pretrained(f"{self.folder}/merged"))
         self.assertFalse(hasattr(stock.config, "quantization_config"))
         with torch.no_grad():
-            self.assertLess((stock(**batch).logits - adapted(**batch).logits).abs().max(), 1e-5)
+            self.assertLess((stock(**batch).logits - trained(**batch).logits).abs().max(), 1e-5)
 
     def test_documents_stay_apart(self):
         stored, plain = stored_and_plain("qwen3_5_moe", "nvfp4", self.folder)
@@ -176,7 +205,7 @@ class AdaptersTest(unittest.TestCase):
         module = next(x for x in stored.modules() if hasattr(x, "gate_up_proj"))
         self.assertTrue(isolates(module))
         self.assertIsNone(_adapters_of(stored.model.layers[1].mlp.experts)[1])
-        found, expected = (run(self.adapted(model)) for model in (stored, plain))
+        found, expected = (run(adapted(model)) for model in (stored, plain))
         self.assertLess(abs(found[0] / expected[0] - 1).item(), 1e-6)
         self.assertLess(total_relative_error(found[1], expected[1]), 1e-5)
         layer = stored.model.layers[0].linear_attn.out_proj
@@ -187,6 +216,19 @@ class AdaptersTest(unittest.TestCase):
         self.assertNotIn(layer.weight.shape, kept)
         self.assertNotIn(layer.weight.shape[::-1], kept)
 
+    def test_two_processes(self):
+        write(builtin_model("qwen3_5_moe"), self.folder, "gptq_order")
+        (first, stored), (second, _) = run_processes(gradients_under_ddp, 2, self.folder)
+        self.assertGreater(stored, 10)
+        alone = []
+        for rank in range(2):
+            model = adapted(load(self.folder))
+            model(**packed_batch(DOCUMENTS[rank:], "cu_seqlens"), use_cache=False).loss.backward()
+            alone.append({name: x.grad for name, x in model.named_parameters() if x.grad is not None})
+        for name, gradient in first.items():
+            self.assertTrue(torch.equal(gradient, second[name]))
+            torch.testing.assert_close(gradient, (alone[0][name] + alone[1][name]) / 2)
+
     def test_copies_stay_in_fewer_bits(self):
         weight = stored_weight(FORMATS["nvfp4"][0](torch.randn(32, 32))[0], {}, torch.bfloat16)
         parameter = torch.nn.Parameter(weight, requires_grad=False)
@@ -194,6 +236,11 @@ class AdaptersTest(unittest.TestCase):
             self.assertIsInstance(copied, PackedWeight)
             self.assertTrue(torch.equal(copied.compute(), weight.compute()))
         self.assertIs(parameter.float().dtype, torch.float32)
+        # What a CUDA graph reads.
+        held = [x.data_ptr() for x in tensors_of(parameter)]
+        self.assertEqual(
+            held, [x.data_ptr() for x in (weight.stored.values, weight.stored.scale, weight.stored.whole)]
+        )
         self.assertIn("PackedWeight((32, 32), nvfp4, torch.bfloat16, cpu)", repr(weight))
         with self.assertRaisesRegex(ValueError, "to shard or split, got weights in fewer bits"):
             parameter.split(16)

@@ -29,6 +29,7 @@ from ..ops.dequantization import dequantize_blocks
 from ..ops.grouped_dequantization import Groups, dequantize_groups
 from ..ops.linear import fused_linears, product_dtype
 from ..ops.terms import Dequantized, Projection
+from .checkpoint_kinds import format_of_gptq
 from .quantized_weights import StoredWeight, aten
 
 
@@ -93,7 +94,7 @@ class PackedWeight(StoredWeight):
         return PackedWeight(_map(self.stored, copied), self.product_dtype, dtype or self.dtype)
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.linear:
                 inputs, weight, bias = _arguments_of_linear(*args, **(kwargs or {}))
@@ -208,11 +209,11 @@ def _bytes_of_rows(tensors: dict[str, torch.Tensor], config: dict) -> Blocks | G
         return _groups(_unsigned(values), scale, 8, zero)
     if scale.numel() == 1:
         block = rows, columns
-    elif scale.numel() == rows:
+    elif scale.shape in ((rows,), (rows, 1)):
         block = 1, columns
     else:
         block = _block_of(config)
-    number = tuple(map(ceil_div, values.shape, block))
+    number = ceil_div(rows, block[0]), ceil_div(columns, block[1])
     if "weight_zero_point" in tensors or scale.numel() != number[0] * number[1]:
         return None
     return Blocks(values, scale.float().reshape(number), block, scale.dtype)
@@ -221,10 +222,9 @@ def _bytes_of_rows(tensors: dict[str, torch.Tensor], config: dict) -> Blocks | G
 def _of_gptq_or_awq(tensors: dict[str, torch.Tensor], config: dict) -> Groups | None:
     if not {"qweight", "qzeros", "scales"} <= tensors.keys():
         return None
-    packed, zeros, scale, order = (tensors.get(name) for name in ("qweight", "qzeros", "scales", "g_idx"))
-    bits, outputs = config.get("bits", config.get("w_bit")), scale.shape[1]
-    known = (bits in (4, 8), packed.dtype == torch.int32, config.get("checkpoint_format", "gptq") in _GPTQ)
-    if config.get("version", "gemm") != "gemm" or not all(known):
+    packed, zeros, scale = (tensors[name] for name in ("qweight", "qzeros", "scales"))
+    bits, outputs = int(config.get("bits", config.get("w_bit", 0))), scale.shape[1]
+    if packed.dtype != torch.int32 or bits not in (4, 8):
         return None
     if packed.shape[1] != outputs:
         if bits != 4 or packed.shape[1] * 8 != outputs:
@@ -232,13 +232,20 @@ def _of_gptq_or_awq(tensors: dict[str, torch.Tensor], config: dict) -> Groups | 
         places = torch.tensor(_AWQ, device=packed.device)
         values, zero = (_numbers(x, 4).view(len(x), -1, 8)[..., places].flatten(1).t() for x in (packed, zeros))
         return _groups(values[:, ::2] | values[:, 1::2] << 4, scale.t(), 4, zero)
-    if config.get("checkpoint_format", "gptq") != "gptq_v2":
+    if format_of_gptq(config) != "gptq_v2":
         # Such files have one less.
         zeros = zeros + (0x11111111 if bits == 4 else 0x01010101)
-    return _groups(_bytes(packed.t()), scale.t(), bits, _numbers(zeros, bits)[:, :outputs].t(), order)
+    zero = _numbers(zeros, bits)[:, :outputs].t()
+    return _groups(_bytes(packed.t()), scale.t(), bits, zero, tensors.get("g_idx"))
 
 
-def _groups(values, scale, bits: int, zero=None, order=None) -> Groups:
+def _groups(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    bits: int,
+    zero: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+) -> Groups:
     """Return groups of whole numbers. `order` is the group of each column `[in]`."""
     rows, columns = len(values), values.shape[1] * 8 // bits
     scale = scale if scale.numel() > 1 else scale.reshape(1, 1).expand(rows, 1)
@@ -246,8 +253,8 @@ def _groups(values, scale, bits: int, zero=None, order=None) -> Groups:
         groups = scale.shape[1]
         usual = torch.arange(columns, device=order.device) // ceil_div(columns, groups)
         order = None if columns % groups == 0 and torch.equal(order, usual.to(order.dtype)) else order[None].int()
-    tensors = [None if x is None else x.contiguous() for x in (values, scale, zero, order)]
-    return Groups(*tensors[:2], f"int{bits}", scale.dtype, *tensors[2:])
+    zero = None if zero is None else zero.contiguous()
+    return Groups(values.contiguous(), scale.contiguous(), f"int{bits}", scale.dtype, zero, order)
 
 
 def _bytes(packed: torch.Tensor) -> torch.Tensor:
@@ -276,5 +283,4 @@ def _block_of(config: dict) -> tuple[int, int]:
     return 128, 128
 
 
-_GPTQ = ("gptq", "gptq_v2", "gemm")
 _FORMATS = (_packed_integers, _nvfp4, _bytes_of_rows, _of_gptq_or_awq)

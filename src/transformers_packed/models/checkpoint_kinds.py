@@ -60,6 +60,11 @@ def quantizes_inputs(config: Any) -> bool:
     return quantization_of(config) == "modelopt" or any(x.get("input_activations") for x in groups.values())
 
 
+def format_of_gptq(values: dict) -> str:
+    """Return the layout of a GPTQ checkpoint by its `quantization_config`. Releases of GPTQModel name it differently."""
+    return values.get("checkpoint_format") or values.get("format") or "gptq"
+
+
 def _values(config: Any) -> dict:
     stored = getattr(config, "quantization_config", None)
     return (stored if isinstance(stored, dict) else stored.to_dict()) if stored is not None else {}
@@ -79,19 +84,19 @@ def _compressed_tensors(values: dict) -> Stored | None:
     if not groups or not formats <= set(_FORMATS):
         return None
     # Where layers differ, the most bytes count.
-    found = [_of_weights(group["weights"]) for group in groups]
-    return None if None in found else max(found, key=lambda stored: stored.bytes)
+    known = [stored for stored in (_of_weights(group["weights"]) for group in groups) if stored is not None]
+    return max(known, key=lambda stored: stored.bytes) if len(known) == len(groups) else None
 
 
 def _of_weights(weights: dict) -> Stored | None:
-    bits, group = weights.get("num_bits"), weights.get("group_size") or 0
+    bits, group = weights.get("num_bits", 0), weights.get("group_size") or 0
     if weights.get("type") == "float":
         return {4: _NVFP4, 8: _fp8(weights)}.get(bits)
     return _integers(bits, group, zeros=not weights.get("symmetric", True))
 
 
 def _modelopt(values: dict) -> Stored | None:
-    return {"NVFP4": _NVFP4, "FP8": _fp8(values)}.get(values.get("quant_algo"))
+    return {"NVFP4": _NVFP4, "FP8": _fp8(values)}.get(values.get("quant_algo", ""))
 
 
 def _awq(values: dict) -> Stored | None:
@@ -101,7 +106,7 @@ def _awq(values: dict) -> Stored | None:
 
 
 def _gptq(values: dict) -> Stored | None:
-    is_known = values.get("checkpoint_format", "gptq") in ("gptq", "gptq_v2")
+    is_known = format_of_gptq(values) in ("gptq", "gptq_v2")
     return _integers(values.get("bits"), values.get("group_size")) if is_known else None
 
 

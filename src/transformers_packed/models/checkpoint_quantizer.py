@@ -87,7 +87,8 @@ class _Read(ConversionOps):
         for pattern, values in input_dict.items():
             layer, _, name = pattern.rpartition(".")
             layers[layer][name] = values if isinstance(values, list) else [values]
-        dtype, config, found = model.get_parameter(full_layer_name).dtype, self.hf_quantizer.quantization_config, {}
+        dtype, config = model.get_parameter(full_layer_name).dtype, self.hf_quantizer.quantization_config
+        found: dict[str, Any] = {}
         for layer, tensors in layers.items():
             each = [dict(zip(tensors, values, strict=True)) for values in zip(*tensors.values(), strict=True)]
             weights = [stored_weight(x, config.values, dtype) for x in each]

@@ -27,7 +27,7 @@ from ..ops.invariance import is_batch_invariant
 from .experts import isolates
 from .families import OWN, families_of, titles
 from .family import Own
-from .quantized_weights import StoredWeight
+from .quantized_weights import StoredWeight, tensors_of
 from .recordings import RecordedLayers, Use, is_on_gpu, new_place
 from .releases import checkpoint_of
 from .replacements import Model
@@ -239,8 +239,7 @@ class LayerGraphs:
         made_for: list[Any] = [
             (module.training, getattr(module, "gradient_checkpointing", False)) for module in modules
         ]
-        held = [y for x in parameters for y in (x.tensors() if isinstance(x, StoredWeight) else (x,))]
-        made_for += [(x.data_ptr(), x.dtype, x.requires_grad) for x in held]
+        made_for += _places(parameters)
         made_for += [x.data_ptr() for x in buffers]
         # Layers may share parameters.
         self._parameters = list(dict.fromkeys(x for x in parameters if x.requires_grad))
@@ -283,6 +282,11 @@ def reason_of_layers(text: Any, device: torch.device) -> str:
     layers = text.layers[: text.config.num_hidden_layers]
     inputs = torch.empty(0, device=device, requires_grad=True)
     return _first(_reasons_of_layers(layers, list(layers.modules()), inputs))
+
+
+def _places(parameters: Iterable[torch.Tensor]) -> list[tuple[int, torch.dtype, bool]]:
+    """List where graphs read the parameters, or the tensors that hold them in fewer bits."""
+    return [(x.data_ptr(), x.dtype, x.requires_grad) for parameter in parameters for x in tensors_of(parameter)]
 
 
 def _first(reasons: Iterator[tuple[bool, str]]) -> str:

@@ -44,12 +44,6 @@ class StoredWeight(torch.Tensor):
         """Return these weights with `copied` of each tensor, as a tensor of another `dtype` if it is given."""
         raise NotImplementedError
 
-    def tensors(self) -> list[torch.Tensor]:
-        """List the tensors that hold the weights."""
-        found: list[torch.Tensor] = []
-        self.copied(lambda x: found.append(x) or x)
-        return found
-
     def _whole(self) -> torch.Tensor:
         return self.compute().to(self.dtype)
 
@@ -139,6 +133,20 @@ class ExpertsIn4bit(StoredWeight):
             state.offset, state.state2 = copied(state.offset), copy.copy(state.state2)
             state.state2.absmax, state.state2.code = copied(state.state2.absmax), copied(state.state2.code)
         return ExpertsIn4bit(copied(self.packed), state, dtype or self.dtype)
+
+
+def tensors_of(weights: torch.Tensor) -> list[torch.Tensor]:
+    """List the tensors that hold the numbers of a parameter: itself, or those of a [`StoredWeight`]."""
+    if not isinstance(weights, StoredWeight):
+        return [weights]
+    found = []
+
+    def listed(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    weights.copied(listed)
+    return found
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list:

@@ -189,7 +189,8 @@ def _of_float8(values, scale, matrix: int, block: tuple[int, int], dtype: torch.
 @on_its_device
 def dequantize_groups(groups: Groups, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight `[..., R, C]` in `dtype`."""
-    groups = Groups(*(x.contiguous() if isinstance(x, torch.Tensor) else x for x in groups))
+    parts = groups.values, groups.scale, groups.zero, groups.order, groups.whole
+    tensors = [None if x is None else x.contiguous() for x in parts]
     *others, rows, columns = groups.shape
     number, each, ordered = prod(others) * rows, groups.scale.shape[-1], groups.order is not None
     elements = _OF_FLOAT8 if groups.code == "int8" else _ELEMENTS
@@ -198,11 +199,7 @@ def dequantize_groups(groups: Groups, dtype: torch.dtype) -> torch.Tensor:
     size, high = columns // each, elements // width
     y = groups.values.new_empty(groups.shape, dtype=dtype)
     _from_groups[ceil_div(number, high), ceil_div(columns, width)](
-        groups.values,
-        groups.scale,
-        groups.zero,
-        groups.order,
-        groups.whole,
+        *tensors,
         y,
         number,
         rows // parts_of(groups),
