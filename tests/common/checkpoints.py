@@ -121,17 +121,28 @@ def _config_of(method: str, options: dict) -> dict:
 
 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
+_GPTQ |= {"dynamic": {r"-:.*in_proj_[ab]": {}, r"-:.*shared_expert_gate": {}}}
+_AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
+_AWQ_CONFIG |= {"modules_to_not_convert": ["in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate"]}
+_AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "block_name_to_quantize": "model.layers"}
+_AUTO_ROUND |= {"packing_format": "auto_round:auto_gptq"}
+_AUTO_ROUND |= {"extra_config": {r".*in_proj_[ab].*": {"bits": 16}, r".*shared_expert_gate": {"bits": 16}}}
 # The writer of a weight, and the configuration of the checkpoint.
 FORMATS = {name: (partial(compressed, method=x, **y), _config_of(x, y)) for name, (x, y) in _COMPRESSED.items()}
 FORMATS |= {
     "modelopt": (
         of_modelopt,
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.in_proj_[ab]*"]},
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head", "*.in_proj_[ab]*", "*.shared_expert_gate"],
+        },
     ),
-    "awq": (of_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
+    "awq": (of_awq, _AWQ_CONFIG),
     "gptq": (of_gptq, _GPTQ),
     "gptq_order": (partial(of_gptq, ordered=True), _GPTQ | {"desc_act": True}),
     "gptq_v2": (partial(of_gptq, version=2), _GPTQ | {"checkpoint_format": "gptq_v2"}),
+    "auto_round": (of_gptq, _AUTO_ROUND),
     "gptq_8_bit": (partial(of_gptq, bits=8, ordered=True), _GPTQ | {"bits": 8, "desc_act": True}),
 }
 

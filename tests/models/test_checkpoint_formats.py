@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from transformers_packed import patch_model, registered
 from transformers_packed.audit.isolation import changed_by_others
+from transformers_packed.data.planning.step_memory import Parameters
 from transformers_packed.models.checkpoint_formats import Blocks, PackedWeight, stored_weight
+from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.experts import _adapters_of, isolates
 from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.quantized_weights import tensors_of
@@ -76,11 +78,13 @@ def gradients_under_ddp(folder):
 
 
 class VectorsTest(unittest.TestCase):
-    @parameterized.expand(["awq", "gptq", "gptq_order", "gptq_8_bit"])
+    @parameterized.expand(["awq", "gptq", "gptq_order", "gptq_8_bit", "auto_round", "auto_round_gptq"])
     def test_weights_that_the_libraries_wrote(self, name):
         tensors = {x.split(".")[1]: y for x, y in load_file(VECTORS).items() if x.split(".")[0] == name}
         expected, newer = tensors.pop("weight"), tensors.pop("qzeros_v2", None)
         config = {"bits": 8 if "8" in name else 4}
+        if name.startswith("auto_round"):
+            config["packing_format"] = name.replace("_gptq", ":auto_gptq")
         self.assertTrue(torch.equal(stored_weight(tensors, config, torch.float16).compute(), expected))
         if newer is not None:
             found = stored_weight(
@@ -102,6 +106,12 @@ class LoadingTest(unittest.TestCase):
             for (key, x), (other, y) in zip(stored.named_parameters(), plain.named_parameters(), strict=True):
                 self.assertEqual(key, other)
                 self.assertTrue(torch.equal(x.compute() if isinstance(x, PackedWeight) else x, y), key)
+            self.assertEqual(Parameters.of(stored.config).quantized, sum(x.numel() for x in found))
+            # Scales of rows, and orders of columns, are small beside weights of other sizes alone.
+            if not name.endswith(("rows", "order", "gptq_8_bit", "int8")):
+                held = sum(x.nbytes for weight in found for x in tensors_of(weight))
+                expected = stored_as(stored.config).bytes * sum(x.numel() for x in found)
+                self.assertLess(abs(held / expected - 1), 0.02)
 
     @parameterized.expand([(AutoModelForCausalLM,), (AutoModelForImageTextToText,)])
     def test_a_checkpoint_with_a_vision_tower(self, auto):

@@ -1,4 +1,4 @@
-"""Weights of quantized checkpoints as they were released: compressed-tensors, ModelOpt, AWQ and GPTQ.
+"""Weights of quantized checkpoints as they were released: compressed-tensors, ModelOpt, AWQ, GPTQ and AutoRound.
 
 [`stored_weight`] tells the format of a weight by the names and dtypes of its tensors, and returns it as a [`PackedWeight`] with
 the bits of these tensors. Whole numbers are laid out as compressed-tensors has them: a row for each output, unsigned, the
@@ -13,8 +13,8 @@ The formats, of a linear layer of `in` inputs and `out` outputs:
     qweight int32 [in / 8, out], qzeros int32 [G, out / 8], scales [G, out], g_idx int32 [in]
     qweight int32 [in, out / 8], qzeros int32 [G, out / 8], scales [G, out], of which the columns are in another order
 
-The first two and the fourth are compressed-tensors', the third is ModelOpt's, the last ones are those of GPTQ and AWQ. With
-8 bit, an int32 has 4 numbers instead of 8.
+The first two and the fourth are compressed-tensors', the third is ModelOpt's, the last ones are those of GPTQ and AWQ, which
+AutoRound writes too. With 8 bit, an int32 has 4 numbers instead of 8.
 """
 
 from collections.abc import Callable

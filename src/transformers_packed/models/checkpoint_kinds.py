@@ -61,7 +61,10 @@ def quantizes_inputs(config: Any) -> bool:
 
 
 def format_of_gptq(values: dict) -> str:
-    """Return the layout of a GPTQ checkpoint by its `quantization_config`. Releases of GPTQModel name it differently."""
+    """Return the layout of a checkpoint by GPTQ or AutoRound by its `quantization_config`. Releases name it differently."""
+    if "packing_format" in values:
+        packing = values["packing_format"]
+        return "gptq" if "gptq" in packing and "gptqmodel" not in packing else "gptq_v2"
     return values.get("checkpoint_format") or values.get("format") or "gptq"
 
 
@@ -110,6 +113,14 @@ def _gptq(values: dict) -> Stored | None:
     return _integers(values.get("bits"), values.get("group_size")) if is_known else None
 
 
+def _auto_round(values: dict) -> Stored | None:
+    packing = values.get("packing_format", "")
+    is_known = values.get("data_type", "int") == "int" and re.fullmatch(
+        r"auto_round(:(auto_)?(gptq|gptqmodel|awq))?", packing
+    )
+    return _integers(values.get("bits"), values.get("group_size")) if is_known else None
+
+
 def _integers(bits: int | None, group: int | None, zeros: bool = True) -> Stored | None:
     if bits not in (4, 8):
         return None
@@ -128,6 +139,11 @@ def _skipped(method: str, values: dict) -> Iterator[Callable[[str], Any]]:
         yield lambda layer: not should_convert_module(layer, names)
     elif method == "gptq":
         yield from (re.compile(x[2:]).match for x in values.get("dynamic") or {} if x.startswith("-:"))
+    elif method == "auto-round":
+        yield from (re.compile(name).match for name, x in (values.get("extra_config") or {}).items() if x["bits"] > 8)
+        blocks = values.get("block_name_to_quantize") or ()
+        blocks = tuple(_of_text(x.strip()) for x in (blocks.split(",") if isinstance(blocks, str) else blocks))
+        yield lambda layer: bool(blocks) and not _of_text(layer).startswith(blocks)
     for name in values.get("ignore") or values.get("exclude_modules") or ():
         if name.startswith("re:"):
             yield re.compile(name.removeprefix("re:")).match
@@ -137,6 +153,11 @@ def _skipped(method: str, values: dict) -> Iterator[Callable[[str], Any]]:
             yield re.compile(rf"(.*\.)?{re.escape(name)}(\..*)?$").match
 
 
+def _of_text(name: str) -> str:
+    """Return the name of a layer in a model without images."""
+    return name.replace("language_model.", "")
+
+
 _KINDS = {
     "bitsandbytes": _bitsandbytes,
     "fp8": _fp8,
@@ -144,5 +165,6 @@ _KINDS = {
     "modelopt": _modelopt,
     "awq": _awq,
     "gptq": _gptq,
+    "auto-round": _auto_round,
 }
-_DETAILS = ("format", "quant_algo", "bits", "version", "checkpoint_format")
+_DETAILS = ("format", "quant_algo", "bits", "version", "checkpoint_format", "packing_format")

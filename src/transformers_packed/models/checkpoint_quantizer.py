@@ -29,7 +29,8 @@ class CheckpointConfig(QuantizationConfigMixin):
 
 
 class CheckpointQuantizer(HfQuantizer):
-    """Loads the weights of a checkpoint as [`PackedWeight`]: compressed-tensors, ModelOpt, AWQ and GPTQ.
+    """Loads the weights of a checkpoint as [`PackedWeight`]: compressed-tensors, ModelOpt, AWQ, GPTQ
+    and AutoRound.
 
     Each weight tells its format by its tensors. Weights that are not quantized load as usual.
     """

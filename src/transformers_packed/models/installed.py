@@ -27,7 +27,7 @@ from .versions import joins_stored_experts, supports_other_families
 # The `experts_implementation` of this package.
 EXPERTS = "transformers_packed"
 # Methods of quantized checkpoints whose weights our models load in their bits.
-CHECKPOINTS = ("compressed-tensors", "modelopt", "awq", "gptq")
+CHECKPOINTS = ("compressed-tensors", "modelopt", "awq", "gptq", "auto-round")
 _PACKAGE = __name__.partition(".")[0]
 
 
