@@ -28,8 +28,10 @@ from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.experts import _adapters_of, isolates
 from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.quantized_weights import tensors_of
+from transformers_packed.models.stored_weights import weight_of_layer
 from transformers_packed.ops import implementations_used
 from transformers_packed.ops.dispatch import _used
+from transformers_packed.ops.terms import Dequantized, Float8Weight
 
 
 VECTORS = Path(__file__).parent.parent / "common" / "packed_weights.safetensors"
@@ -127,6 +129,26 @@ class LoadingTest(unittest.TestCase):
                 self.assertTrue(torch.equal(x.compute(), plain[name]), name)
         batch = packed_batch(DOCUMENTS, "cu_seqlens")
         self.assertTrue(torch.isfinite(model(**batch, use_cache=False).loss))
+
+    def test_a_stock_model(self):
+        """It has the same weights, which its loader decompresses in the first forward, and `patch_model` serves it."""
+        with TemporaryDirectory() as folder:
+            write(builtin_model("qwen3_5"), folder, "w4a16")
+            ours = load(folder, dtype=torch.bfloat16)
+            stock = patch_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+        batch = packed_batch(DOCUMENTS, "cu_seqlens")
+        with torch.no_grad():
+            self.assertTrue(torch.equal(stock(**batch).logits, ours(**batch).logits))
+
+    def test_products_in_float8(self):
+        """They read the stored bytes and scales of rows, and those of other formats are dequantized."""
+        for name, kind in (("fp8_rows", Float8Weight), ("fp8_blocks", Dequantized), ("nvfp4", Dequantized)):
+            layer = torch.nn.Linear(32, 64, bias=False)
+            weight = stored_weight(FORMATS[name][0](layer.weight.data)[0], FORMATS[name][1], torch.bfloat16)
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            found = weight_of_layer(layer, True, torch.zeros(1, 32))
+            self.assertIs(type(found), kind)
+        self.assertIs(weight_of_layer(layer, False, torch.zeros(1, 32)).dtype, torch.bfloat16)
 
     def test_weights_that_are_joined_otherwise(self):
         """Experts whose order of columns differs are joined too. A model that cuts them gets plain weights, and says so."""

@@ -44,7 +44,7 @@ def kept_by(config: Any, model: Any) -> Callable[[str], bool]:
     if method in (None, "bitsandbytes"):
         return keeps_dtype
     head = model.get_output_embeddings()
-    heads, skipped = {name for name, module in model.named_modules() if module is head}, list(_skipped(method, values))
+    heads, skipped = {name for name, module in model.named_modules() if module is head}, list(_SKIPPED[method](values))
 
     def is_kept(name: str) -> bool:
         # The checkpoint may be of a model with images.
@@ -129,21 +129,18 @@ def _integers(bits: int | None, group: int | None, zeros: bool = True) -> Stored
     return Stored(f"{bits} bit", bits / 8 + each)
 
 
-def _skipped(method: str, values: dict) -> Iterator[Callable[[str], Any]]:
-    """Yield functions that tell whether a layer of a name is not quantized."""
-    if method in ("fp8", "awq"):
-        # Late, because its package imports those of all quantizations.
-        from transformers.quantizers.quantizers_utils import should_convert_module
+# Functions of a `quantization_config` that yield whether a layer of a name is not quantized.
 
-        names = values.get("modules_to_not_convert") or []
-        yield lambda layer: not should_convert_module(layer, names)
-    elif method == "gptq":
-        yield from (re.compile(x[2:]).match for x in values.get("dynamic") or {} if x.startswith("-:"))
-    elif method == "auto-round":
-        yield from (re.compile(name).match for name, x in (values.get("extra_config") or {}).items() if x["bits"] > 8)
-        blocks = values.get("block_name_to_quantize") or ()
-        blocks = tuple(_of_text(x.strip()) for x in (blocks.split(",") if isinstance(blocks, str) else blocks))
-        yield lambda layer: bool(blocks) and not _of_text(layer).startswith(blocks)
+
+def _by_parts(values: dict) -> Iterator[Callable[[str], Any]]:
+    # Late, because its package imports those of all quantizations.
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    names = values.get("modules_to_not_convert") or []
+    yield lambda layer: not should_convert_module(layer, names)
+
+
+def _by_patterns(values: dict) -> Iterator[Callable[[str], Any]]:
     for name in values.get("ignore") or values.get("exclude_modules") or ():
         if name.startswith("re:"):
             yield re.compile(name.removeprefix("re:")).match
@@ -151,6 +148,17 @@ def _skipped(method: str, values: dict) -> Iterator[Callable[[str], Any]]:
             yield re.compile(fnmatch.translate(name)).match
         else:
             yield re.compile(rf"(.*\.)?{re.escape(name)}(\..*)?$").match
+
+
+def _by_dynamic(values: dict) -> Iterator[Callable[[str], Any]]:
+    yield from (re.compile(x.removeprefix("-:")).match for x in values.get("dynamic") or {} if x.startswith("-:"))
+
+
+def _by_bits_and_blocks(values: dict) -> Iterator[Callable[[str], Any]]:
+    yield from (re.compile(name).match for name, x in (values.get("extra_config") or {}).items() if x["bits"] > 8)
+    if names := values.get("block_name_to_quantize"):
+        blocks = tuple(_of_text(x.strip()) for x in (names.split(",") if isinstance(names, str) else names))
+        yield lambda layer: not _of_text(layer).startswith(blocks)
 
 
 def _of_text(name: str) -> str:
@@ -166,5 +174,13 @@ _KINDS = {
     "awq": _awq,
     "gptq": _gptq,
     "auto-round": _auto_round,
+}
+_SKIPPED = {
+    "fp8": _by_parts,
+    "compressed-tensors": _by_patterns,
+    "modelopt": _by_patterns,
+    "awq": _by_parts,
+    "gptq": _by_dynamic,
+    "auto-round": _by_bits_and_blocks,
 }
 _DETAILS = ("format", "quant_algo", "bits", "version", "checkpoint_format", "packing_format")

@@ -1,4 +1,4 @@
-"""Loading of quantized checkpoints for LoRA, in the bits of the files. It imports all quantizers of Transformers."""
+"""Loading of quantized checkpoints in the bits of their files. It imports all quantizers of Transformers."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -29,8 +29,7 @@ class CheckpointConfig(QuantizationConfigMixin):
 
 
 class CheckpointQuantizer(HfQuantizer):
-    """Loads the weights of a checkpoint as [`PackedWeight`]: compressed-tensors, ModelOpt, AWQ, GPTQ
-    and AutoRound.
+    """Loads the weights of a checkpoint as [`PackedWeight`].
 
     Each weight tells its format by its tensors. Weights that are not quantized load as usual.
     """
