@@ -187,8 +187,25 @@ sys.exit(main())
 """
 
 
-def test_an_occupied_folder_is_refused_without_torch(folder):
-    command = ("train", "--model=model", "--data=chats.jsonl", "--output=model")
-    status, stdout, stderr = run(folder, "-c", WITHOUT_TORCH, *command)
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train --output=model", "--output: expected a new or empty directory"),
+        ("train --output=new --data=chat.jsonl", "--data: file chat.jsonl not found"),
+        (
+            "train --output=new --data=model/config.json",
+            "model/config.json, line 1: expected one JSON object per line",
+        ),
+        (
+            "train --output=new --model=./mdoel",
+            "--model: expected a local directory or a model on the Hub, got './mdoel'",
+        ),
+        ("plan --row-length=9 --data=chat.jsonl", "--data: file chat.jsonl not found"),
+    ],
+)
+def test_what_is_refused_without_torch(folder, command, message):
+    name, *given = command.split()
+    defaults = ["--model=model", "--data=chats.jsonl"][: 2 if name == "train" else 0]
+    status, stdout, stderr = run(folder, "-c", WITHOUT_TORCH, name, *defaults, *given)
     assert (status, stdout) == (1, "")
-    assert stderr.startswith("transformers-packed train: --output: expected a new or empty directory"), stderr
+    assert stderr.startswith(f"transformers-packed {name}: {message}"), stderr

@@ -329,9 +329,10 @@ class CommandTest(unittest.TestCase):
         expected = (
             f"{start}expected a file, a local directory or a dataset on the Hub, got '{{}}': no such file or directory"
         )
-        message = "Couldn't reach 'rows.csv' on the Hub"
+        message = "Couldn't reach 'rows' on the Hub"
         with mock.patch("datasets.load_dataset", side_effect=ConnectionError(message)):
-            self.check_error(f"{expected.format('rows.csv')} [(]{message}[)]. Check the path or", data="rows.csv")
+            self.check_error(f"{expected.format('rows')} [(]{message}[)]. Check the path or", data="rows")
+        self.check_error("--data: file rows.csv not found", data="rows.csv")
         missing = self.directory / "missing"
         self.check_error(f"{expected.format(missing)} [(].+[^.][)]. Check the path or the name.$", data=missing)
         empty = self.directory / "empty"

@@ -23,6 +23,7 @@ from transformers.utils import find_adapter_config_file
 
 from ..errors import count, input_error
 from ..models.mtp import HEAD_FILE
+from .early import LOCAL_OR_HUB
 from .lines import shortened
 
 
@@ -39,10 +40,8 @@ _UNAVAILABLE = (
     (LocalEntryNotFoundError, "the Hub could not be reached", "Check the name and the connection."),
 )
 
-_LOCAL_OR_HUB = "a local directory or a model on the Hub"
 
-
-def load_config(option: str, source: str, trust_remote_code: bool, expected: str = _LOCAL_OR_HUB) -> PreTrainedConfig:
+def load_config(option: str, source: str, trust_remote_code: bool, expected: str = LOCAL_OR_HUB) -> PreTrainedConfig:
     """Load a configuration from a directory, a file, or a name on the Hub. Errors start with `option`.
 
     Raises:
@@ -144,7 +143,7 @@ def has_own_code(error: ValueError) -> bool:
 
 
 @contextmanager
-def reading(option: str, source: str, what: str, expected: str = _LOCAL_OR_HUB) -> Iterator[None]:
+def reading(option: str, source: str, what: str, expected: str = LOCAL_OR_HUB) -> Iterator[None]:
     """Replace errors of Transformers: by an adapter without a model, a part that is not there, or code of the checkpoint."""
     try:
         yield

@@ -194,7 +194,7 @@ _NEEDS = {
 }
 # Options that need less memory and train the same weights.
 _LESS_MEMORY = ("--gradient-checkpointing", "--offload", "--load-in-4bit")
-_DATA = "JSON or parquet file, or a dataset: a name on the Hub or a directory"
+_DATA = "JSON, CSV or parquet file, or a dataset: a name on the Hub or a directory"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
 _DTYPES = ("float32", "bfloat16")
 _OPTIM = "AdamW of torch, torchao (adamw_torch_8bit, adamw_torch_4bit), bitsandbytes (adamw_8bit, paged_adamw_8bit) or flashoptim"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import count, input_error
+from .early import check_data
 from .options import Parser, output_file
 
 
@@ -64,6 +65,8 @@ def run(args: argparse.Namespace) -> None:
         `OSError`: the data, the tokenizer or the configuration cannot be read, or a file cannot be written.
         `ValueError`: the data or an argument is malformed; see [`plan_packing`].
     """
+    # Before torch is imported, which takes seconds.
+    check_data(args.data)
     from ..data.planning.planner import plan_packing
     from .checkpoint import load_config
 

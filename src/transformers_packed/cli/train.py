@@ -23,6 +23,7 @@ from pathlib import Path
 
 from ..errors import input_error
 from ..training.options import Options, TrainingOptions
+from .early import check_data, check_source
 from .lines import say
 from .options import LONGEST_SAMPLE, SAMPLES, Parser, positive_float, positive_int
 from .run_folder import find_checkpoint
@@ -107,6 +108,8 @@ def run(args: argparse.Namespace) -> None:
     Options(**args.options).check()
     # Before torch is imported, which takes seconds.
     checkpoint, damaged = find_checkpoint(args.output, args.resume)
+    check_source("--model", args.model)
+    check_data(args.data)
     say(f"Loading {args.model} ...")
     from transformers.utils import logging
 

@@ -44,6 +44,29 @@ class FilesTest(unittest.TestCase):
         got = self.read(f"data.json{ending}", content)
         self.assertEqual(got, list(zip(places, ROWS, strict=True)))
 
+    @parameterized.expand([(".csv", ","), (".tsv", "\t")])
+    def test_tables(self, ending, separator):
+        lines = ["\ufeffprompt", "completion"], ["Tür", '"two\nlines"'], ["b", ""]
+        content = "".join(separator.join(line) + "\r\n" for line in lines)
+        got = self.read(f"data{ending}", content)
+        rows = [{"prompt": "Tür", "completion": "two\nlines"}, {"prompt": "b", "completion": ""}]
+        self.assertEqual(got, list(zip(["line 3", "line 4"], rows, strict=True)))
+        for line in ("a", separator.join("abc")):
+            with self.assertRaisesRegex(ValueError, f"data{ending}, line 5: expected 2 values, .*, got another"):
+                self.read(f"data{ending}", f"{content}{line}\n")
+        with self.assertRaisesRegex(ValueError, f"data{ending}: expected CSV in UTF-8, got unexpected end"):
+            self.read(f"data{ending}", content + '"a')
+        (self.directory / "data.csv").write_bytes("a\nü\n".encode("latin-1"))
+        with self.assertRaisesRegex(ValueError, "data.csv: expected CSV in UTF-8, got 'utf-8' codec"):
+            self.read("data.csv")
+
+    def test_a_file_of_another_kind(self):
+        expected = (
+            "notes.txt, line 1: expected one JSON object per line, a JSON array, CSV or parquet, got invalid JSON"
+        )
+        with self.assertRaisesRegex(ValueError, expected):
+            self.read("notes.txt", "Hello\n")
+
     @parameterized.expand([".gz", ".zst", ".bz2"])
     def test_errors_of_compressed_files(self, ending):
         name = f"data.jsonl{ending}"

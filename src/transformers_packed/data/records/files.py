@@ -1,5 +1,6 @@
-"""Read the records of a file: JSON lines, a JSON array, or parquet."""
+"""Read the records of a file: JSON lines, a JSON array, CSV, or parquet. This module does not import torch."""
 
+import csv
 import io
 import json
 from collections.abc import Iterator
@@ -13,7 +14,22 @@ from ...errors import described, input_error
 
 # Compressed JSON, by the endings that pyarrow knows.
 _COMPRESSED = (".gz", ".zst", ".bz2")
-FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".parquet", *_COMPRESSED)
+# The separators of tables.
+_TABLES = {".csv": ",", ".tsv": "\t"}
+FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".parquet", *_TABLES, *_COMPRESSED)
+_FORMATS = "one JSON object per line, a JSON array, CSV or parquet"
+
+
+def find_file(data: str) -> Path | None:
+    """Return the path of a file, or `None` for the name or the directory of a dataset.
+
+    Raises:
+        `FileNotFoundError`: the name has the ending of a file, and there is none.
+    """
+    path = Path(data)
+    if not path.is_file() and path.suffix in FILE_ENDINGS:
+        raise FileNotFoundError(f"--data: file {data} not found")
+    return path if path.is_file() else None
 
 
 def read_file(path: Path) -> Iterator[tuple[str, Any]]:
@@ -29,7 +45,11 @@ def read_file(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".parquet":
         yield from _read_parquet(path)
         return
+    if path.suffix in _TABLES:
+        yield from _read_table(path)
+        return
     lines, may_be_array = enumerate(_lines(path), 1), True
+    expected = "one JSON object per line" if path.suffix in FILE_ENDINGS else _FORMATS
     for number, line in lines:
         # Only the first line can begin with a byte order mark.
         text = _decoded(f"{path}, line {number}", line, "utf-8-sig" if number == 1 else "utf-8")
@@ -39,7 +59,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path}, record {place}", record
         elif text.strip():
             may_be_array = False
-            yield f"{path}, line {number}", _parsed(f"{path}, line {number}", text, "one JSON object per line")
+            yield f"{path}, line {number}", _parsed(f"{path}, line {number}", text, expected)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -69,6 +89,20 @@ def _parsed(place: str, text: str, expected: str) -> Any:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise input_error(expected, f"invalid JSON ({error})", option=place) from None
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        # The first line has the names of the columns.
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file, delimiter=_TABLES[path.suffix], strict=True)
+            for row in rows:
+                if None in row or None in row.values():
+                    expected, got = f"{len(rows.fieldnames or ())} values, as the first line names", "another number"
+                    raise input_error(expected, got, option=f"{path}, line {rows.line_num}")
+                yield f"{path}, line {rows.line_num}", row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise input_error("CSV in UTF-8", error, option=str(path)) from error
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:

@@ -28,7 +28,7 @@ from ..samples import IGNORED_LABEL, count_targets
 from ..trees import nodes_of
 from .chat import AssistantTurns, check_messages, describe, from_json, target_turns
 from .columns import FORMATS, formats_of, is_chat, unread_columns, with_first_turns
-from .files import FILE_ENDINGS, read_file
+from .files import find_file, read_file
 from .tokens import read_tokens
 from .turns import samples_within
 
@@ -87,7 +87,7 @@ class Samples:
 
 
 def read_records(data: str, split: str | None = None, subset: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Read the records of a JSON or parquet file, a dataset on the Hub, or a directory that `datasets` can load.
+    """Read the records of a JSON, CSV or parquet file, a dataset on the Hub, or a directory that `datasets` can load.
 
     Args:
         data (`str`):
@@ -106,15 +106,13 @@ def read_records(data: str, split: str | None = None, subset: str | None = None)
         `OSError`: the file or the dataset cannot be read.
         `ValueError`: a line or the array is not JSON, the file is not parquet or not compressed, or `datasets` cannot load the dataset.
     """
-    path = Path(data)
-    if path.is_file():
-        if split or subset:
-            raise input_error("a dataset with --split or --subset", f"the file {data}", option="--data")
-        yield from read_file(path)
-    elif path.suffix in FILE_ENDINGS:
-        raise FileNotFoundError(f"--data: file {data} not found")
-    else:
+    path = find_file(data)
+    if path is None:
         yield from _read_dataset(data, split or "train", subset)
+        return
+    if split or subset:
+        raise input_error("a dataset with --split or --subset", f"the file {data}", option="--data")
+    yield from read_file(path)
 
 
 def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:

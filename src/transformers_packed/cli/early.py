@@ -1,0 +1,23 @@
+"""What commands check before torch is imported, which takes seconds: that the model and the data are there."""
+
+from pathlib import Path
+
+from ..data.records.files import find_file, read_file
+from ..errors import input_error
+
+
+LOCAL_OR_HUB = "a local directory or a model on the Hub"
+
+
+def check_source(option: str, source: str, expected: str = LOCAL_OR_HUB) -> None:
+    """Raise an `OSError` for a path that does not exist. Names on the Hub have at most one slash, and none in front."""
+    is_name = source.count("/") < 2 and not source.startswith(("/", ".", "~")) and "\\" not in source
+    if not is_name and not Path(source).exists():
+        got = f"{source!r}: no such local directory"
+        raise OSError(str(input_error(expected, got, "Check the path.", option=option)))
+
+
+def check_data(data: str) -> None:
+    """Raise the error of a file that is not there, or whose first record cannot be read."""
+    if (path := find_file(data)) is not None:
+        next(read_file(path), None)
