@@ -191,6 +191,7 @@ sys.exit(main())
     ("command", "message"),
     [
         ("train --output=model", "--output: expected a new or empty directory"),
+        ("train --output=/proc/x", "--output: /proc is not a writable directory. Choose another --output."),
         ("train --output=new --data=chat.jsonl", "--data: file chat.jsonl not found"),
         (
             "train --output=new --data=model/config.json",

@@ -351,7 +351,7 @@ class CommandTest(unittest.TestCase):
         ):
             for resume in ([], ["--resume"]):
                 self.check_error(message, *resume, output=output)
-        with mock.patch.object(run_folder.os, "access", return_value=False):
+        with mock.patch.object(run_folder.tempfile, "mkdtemp", side_effect=PermissionError):
             self.check_error("not a writable directory")
         self.assertEqual(sorted(path.name for path in self.directory.iterdir()), ["file"])
 
@@ -766,8 +766,12 @@ class CommandTest(unittest.TestCase):
             ([*command, "--resume", "--max-length=5"], "got other samples. Use the command of that run"),
             ([*command, "--resume", "--optim=paged_adamw_8bit"], "got --optim paged_adamw_8bit instead of adamw"),
             ([*command[1:], "--resume"], "got --lora-rank None instead of 16"),
+            ([*command, "--resume", "--seed=5", "--max-steps=3"], "got --seed 5 instead of 0. Use"),
         ):
             self.assertRegex(self.fails(*given), message)
+        out = self.succeeds(*command, "--resume", "--max-steps=3")
+        self.assertIn("The run goes on with --max-steps 3 instead of 2. The learning rate follows the new number", out)
+        self.assertEqual(self.trainers[-1].state.global_step, 3)
 
     def interrupted(self, *command, steps, **where):
         """Interrupt the command after some steps. Return what it says."""

@@ -64,9 +64,16 @@ class PackedTrainerTest(TrainerTestCase):
         self.assertEqual(hasattr(trainer.train_dataset, "plan"), mode == "pack")
 
     def test_contradictions(self):
-        for options in ({"packing": True}, {"packing": True, "max_length": 8, "padding_free": False}):
-            with self.assertRaisesRegex(ValueError, "expected max_length"):
-                self.args(**options)
+        for options, message in (
+            ({}, "expected max_length, the tokens of a row, with packing=True, got none"),
+            ({"padding_free": True}, "expected max_length"),
+            (
+                {"max_length": 8, "padding_free": False},
+                "expected padding_free=True or None with packing=True, got False",
+            ),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                self.args(packing=True, **options)
         with self.assertRaisesRegex(ValueError, "expected packing=True with max_length, got none"):
             self.args(max_length=8)
 

@@ -95,7 +95,8 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         f"{samples.dropped:,} without a target dropped."
     )
     kept = settings_to_keep(settings, source, samples)
-    check_same_settings(settings.output, kept, settings.resume)
+    if longer := check_same_settings(settings.output, kept, settings.resume):
+        say(f"The run goes on with {longer}. The learning rate follows the new number of steps.")
     set_seed(settings.seed)
     dtype = torch.bfloat16 if trains_in_bfloat16(settings) else compute_dtype(settings.dtype)
     if settings.float8:
@@ -224,8 +225,8 @@ def check_head(config: PreTrainedConfig, option: str) -> None:
 
 
 def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict[str, Any]:
-    """The settings that a resumed run must share with the earlier run."""
-    names = ("batch_size", "gradient_accumulation_steps", "learning_rate", "optim", "seed")
+    """The settings that a resumed run must share with the earlier run, and the length of training."""
+    names = ("batch_size", "gradient_accumulation_steps", "learning_rate", "optim", "seed", "epochs", "max_steps")
     return {
         "model": source,
         "samples": samples.fingerprint(),
@@ -274,6 +275,8 @@ def _supported_config(source: str, option: str) -> PreTrainedConfig:
     # The commands plan rows by the sizes of layers.
     if config is None or family_of(config) not in SIZED or not builds(AutoModelForCausalLM, config):
         fix = "Train other models with a Trainer and configure_packing."
+        if getattr(config, "is_encoder_decoder", False):
+            fix = "Models with an encoder have no packed rows here: train them with padded batches."
         raise input_error(f"a checkpoint of {titles(SIZED)}", f"{source}: {found}", fix, option=option)
     return config
 

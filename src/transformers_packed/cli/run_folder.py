@@ -7,6 +7,7 @@ import torch, so that `train` refuses an occupied folder at once.
 
 import json
 import os
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ _TRAINER_STATE = "trainer_state.json"
 PARTIAL = "partial"
 _PARTIAL_SETTINGS = Path(SETTINGS_FILE).with_suffix(".partial").name
 _ANOTHER = "Choose another --output."
+# Settings of the length of training, which a resumed run need not share.
+_LENGTHS = "epochs", "max_steps"
 # Left by a run that ended before its first checkpoint.
 _WITHOUT_RESULTS = {SETTINGS_FILE, _PARTIAL_SETTINGS, PARTIAL}
 
@@ -64,8 +67,11 @@ def _check_writable(output: Path) -> None:
     if output.exists() and not output.is_dir():
         raise input_error("a directory", f"the file {output}", _ANOTHER, option="--output")
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(f"--output: {existing} is not a writable directory. {_ANOTHER}")
+    try:
+        # Permissions say little: the administrator has all of them, also in a file system without files of others.
+        os.rmdir(tempfile.mkdtemp(dir=existing))
+    except OSError as error:
+        raise PermissionError(f"--output: {existing} is not a writable directory. {_ANOTHER}") from error
 
 
 def _check_without_results(output: Path, results: set[str]) -> None:
@@ -137,11 +143,15 @@ def _said(option: str, now: Any, before: Any) -> str:
     return f"{option} {now} instead of {before}"
 
 
-def check_same_settings(output: Path, kept: dict[str, Any], resume: bool) -> None:
-    """Raise a `ValueError` that names all differences from the settings of the run in `output`, if there is one."""
+def check_same_settings(output: Path, kept: dict[str, Any], resume: bool) -> str:
+    """Return how the length of training differs from the run in `output`, if there is one.
+
+    Raises:
+        `ValueError`: other settings differ too. The message names all of them.
+    """
     path = output / SETTINGS_FILE
     if not path.is_file():
-        return
+        return ""
     expected, option = f"the settings of the run in {output}", "--resume" if resume else "--output"
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -150,8 +160,10 @@ def check_same_settings(output: Path, kept: dict[str, Any], resume: bool) -> Non
         differing = {name: before.get(name) for name in every if before.get(name) != kept.get(name)}
     except (ValueError, AttributeError) as error:
         raise input_error(expected, f"{path} ({error})", _ANOTHER, option=option) from error
+    names = {name: f"--{name.replace('_', '-')}" for name in every} | {"processes": "processes"}
+    # A run may go on for longer than it was meant to.
+    longer = [_said(names[x], kept.get(x), differing.pop(x)) for x in _LENGTHS if x in differing]
     if differing:
-        names = {name: f"--{name.replace('_', '-')}" for name in every} | {"processes": "processes"}
         got = [_said(names[name], kept.get(name), x) for name, x in differing.items() if name != "samples"]
         if "samples" in differing:
             got.append("other samples")
@@ -159,3 +171,4 @@ def check_same_settings(output: Path, kept: dict[str, Any], resume: bool) -> Non
         if not resume:
             fix = f"Use the command of that run, choose another --output, or delete {path} to start over."
         raise input_error(expected, "; ".join(got), fix, option=option)
+    return "; ".join(longer)

@@ -162,7 +162,8 @@ reference (causal convolution), per_document(sdpa) (attention)
     """
     options = Options(**{name: value for name, value in locals().items() if name != "trainer"})
     if not isinstance(trainer, Trainer):
-        raise input_error("a transformers.Trainer", type(trainer).__name__)
+        fix = "For a loop of your own, call patch_model(model)."
+        raise input_error("a transformers.Trainer", type(trainer).__name__, fix)
     if teacher is not None:
         if not isinstance(teacher, torch.nn.Module):
             fix = "Load it: AutoModelForCausalLM.from_pretrained(...)."

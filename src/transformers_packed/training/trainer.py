@@ -54,9 +54,12 @@ class PackedTrainingArguments(TrainingOptions, TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.packing is True and (self.padding_free is False or self.max_length is None):
-            got = f"padding_free={self.padding_free}, max_length={self.max_length}"
-            raise input_error("max_length, and not padding_free=False, with packing=True", got)
+        if self.packing is True and self.max_length is None:
+            raise input_error(
+                "max_length, the tokens of a row, with packing=True", "none", "Set it, such as to 16384."
+            )
+        if self.packing is True and self.padding_free is False:
+            raise input_error("padding_free=True or None with packing=True", "False", "Rows have no padding.")
         if self.packing is None and self.max_length is not None:
             fix = "Set packing=True, or remove max_length: padding-free batches cut no sample."
             raise input_error("packing=True with max_length", "none", fix)
