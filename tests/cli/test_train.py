@@ -351,7 +351,7 @@ class CommandTest(unittest.TestCase):
         ):
             for resume in ([], ["--resume"]):
                 self.check_error(message, *resume, output=output)
-        with mock.patch.object(run_folder.tempfile, "mkdtemp", side_effect=PermissionError):
+        with mock.patch.object(run_folder.tempfile, "TemporaryFile", side_effect=PermissionError):
             self.check_error("not a writable directory")
         self.assertEqual(sorted(path.name for path in self.directory.iterdir()), ["file"])
 

@@ -50,6 +50,8 @@ OPTIONAL = {
     "transformers.quantizers.base:HfQuantizer._dequantize": "",  # experts stay in 4 bit
     # Weights of a quantized checkpoint require gradients, which nothing computes.
     "transformers.quantizers.base:HfQuantizer._process_model_after_weight_loading": "",
+    # `device_map="auto"` counts 16 bits for each weight.
+    "transformers.quantizers.base:HfQuantizer._process_model_before_weight_loading": "",
     # `patch_model` refuses a `device_map`, and reference models in mixed precision.
     "accelerate.hooks:add_hook_to_module": "_hf_hook _old_forward",
     "accelerate:Accelerator.prepare_model": "_original_forward _is_accelerate_prepared",

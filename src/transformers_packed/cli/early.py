@@ -18,6 +18,11 @@ def check_source(option: str, source: str, expected: str = LOCAL_OR_HUB) -> None
 
 
 def check_data(data: str) -> None:
-    """Raise the error of a file that is not there, or whose first record cannot be read."""
-    if (path := find_file(data)) is not None:
+    """Raise the error of a file that is not there, or whose first record cannot be read. A JSON array is read later."""
+    path = find_file(data)
+    if path is None:
+        return
+    with path.open("rb") as file:
+        is_array = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    if not is_array:
         next(read_file(path), None)

@@ -95,8 +95,8 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         f"{samples.dropped:,} without a target dropped."
     )
     kept = settings_to_keep(settings, source, samples)
-    if longer := check_same_settings(settings.output, kept, settings.resume):
-        say(f"The run goes on with {longer}. The learning rate follows the new number of steps.")
+    if (other := check_same_settings(settings.output, kept, settings.resume)) and checkpoint is not None:
+        say(f"The run goes on with {other}. The learning rate follows the new number of steps.")
     set_seed(settings.seed)
     dtype = torch.bfloat16 if trains_in_bfloat16(settings) else compute_dtype(settings.dtype)
     if settings.float8:

@@ -69,7 +69,8 @@ def _check_writable(output: Path) -> None:
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     try:
         # Permissions say little: the administrator has all of them, also in a file system without files of others.
-        os.rmdir(tempfile.mkdtemp(dir=existing))
+        with tempfile.TemporaryFile(dir=existing):
+            pass
     except OSError as error:
         raise PermissionError(f"--output: {existing} is not a writable directory. {_ANOTHER}") from error
 
@@ -162,7 +163,8 @@ def check_same_settings(output: Path, kept: dict[str, Any], resume: bool) -> str
         raise input_error(expected, f"{path} ({error})", _ANOTHER, option=option) from error
     names = {name: f"--{name.replace('_', '-')}" for name in every} | {"processes": "processes"}
     # A run may go on for longer than it was meant to.
-    longer = [_said(names[x], kept.get(x), differing.pop(x)) for x in _LENGTHS if x in differing]
+    lengths = {x: differing.pop(x) for x in _LENGTHS if x in differing}
+    other_length = [_said(names[x], kept.get(x), value) for x, value in lengths.items() if x in before]
     if differing:
         got = [_said(names[name], kept.get(name), x) for name, x in differing.items() if name != "samples"]
         if "samples" in differing:
@@ -171,4 +173,4 @@ def check_same_settings(output: Path, kept: dict[str, Any], resume: bool) -> str
         if not resume:
             fix = f"Use the command of that run, choose another --output, or delete {path} to start over."
         raise input_error(expected, "; ".join(got), fix, option=option)
-    return "; ".join(longer)
+    return "; ".join(other_length)

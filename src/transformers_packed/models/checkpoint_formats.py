@@ -90,6 +90,10 @@ class PackedWeight(StoredWeight):
         values = dequantize_blocks(*stored, impl=impl)
         return values.to(self.product_dtype)
 
+    def dequantized(self) -> Dequantized:
+        """Return the weight of a linear layer for its op."""
+        return Dequantized(self.stored.shape, self.product_dtype, self.compute)
+
     def copied(self, copied: Any, dtype: torch.dtype | None = None) -> "PackedWeight":
         return PackedWeight(_map(self.stored, copied), self.product_dtype, dtype or self.dtype)
 
@@ -98,9 +102,9 @@ class PackedWeight(StoredWeight):
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.linear:
                 inputs, weight, bias = _arguments_of_linear(*args, **(kwargs or {}))
-                projection = Projection(Dequantized(weight.shape, weight.product_dtype, weight.compute), bias)
+                projection = Projection(weight.dequantized() if isinstance(weight, cls) else weight, bias)
                 dtype = product_dtype(inputs, projection)
-                if dtype is not None:
+                if dtype is not None and not isinstance(inputs, cls):
                     return fused_linears(inputs, [projection], dtype)[0]
             return func(*args, **(kwargs or {}))
 
@@ -161,7 +165,7 @@ def stored_weight(tensors: dict[str, torch.Tensor], config: dict, dtype: torch.d
         `ValueError`: the tensors are none of the formats of this module.
     """
     tensors = {name: x for name, x in tensors.items() if not name.startswith(_OF_INPUTS)}
-    if tensors.keys() == {"weight"} and tensors["weight"].dtype.itemsize > 1:
+    if tensors.keys() == {"weight"} and tensors["weight"].is_floating_point() and tensors["weight"].dtype.itemsize > 1:
         return tensors["weight"].to(dtype)
     stored = next((x for x in (read(tensors, config) for read in _FORMATS) if x is not None), None)
     if stored is None:
@@ -183,6 +187,8 @@ def _packed_integers(tensors: dict[str, torch.Tensor], config: dict) -> Groups |
     if zero is not None:
         # The rows of a group are packed.
         zero = _numbers(zero.t(), bits)[:, :rows].t()
+    if columns * bits % 8:
+        return None
     values = _bytes(packed)[:, : columns * bits // 8]
     return _groups(values, scale, bits, zero, tensors.get("weight_g_idx"))
 
@@ -204,8 +210,9 @@ def _bytes_of_rows(tensors: dict[str, torch.Tensor], config: dict) -> Blocks | G
         return None
     rows, columns = values.shape
     if values.dtype == torch.int8:
+        scale = scale.reshape(rows if scale.numel() > 1 else 1, -1)
         zero = tensors.get("weight_zero_point")
-        zero = None if zero is None else _unsigned(zero.reshape(-1, 1).expand(rows, 1))
+        zero = None if zero is None else _unsigned(zero.reshape(len(scale), -1).expand(rows, -1))
         return _groups(_unsigned(values), scale, 8, zero)
     if scale.numel() == 1:
         block = rows, columns
@@ -223,7 +230,8 @@ def _of_gptq_or_awq(tensors: dict[str, torch.Tensor], config: dict) -> Groups | 
     if not {"qweight", "qzeros", "scales"} <= tensors.keys():
         return None
     packed, zeros, scale = (tensors[name] for name in ("qweight", "qzeros", "scales"))
-    bits, outputs = int(config.get("bits", config.get("w_bit", 0))), scale.shape[1]
+    outputs = scale.shape[1]
+    bits = zeros.shape[1] * 32 // outputs
     if packed.dtype != torch.int32 or bits not in (4, 8):
         return None
     if packed.shape[1] != outputs:
@@ -245,14 +253,23 @@ def _groups(
     bits: int,
     zero: torch.Tensor | None = None,
     order: torch.Tensor | None = None,
-) -> Groups:
-    """Return groups of whole numbers. `order` is the group of each column `[in]`."""
+) -> Groups | None:
+    """Return groups of whole numbers, or `None` if columns are left over. `order` is the group of each column `[in]`."""
     rows, columns = len(values), values.shape[1] * 8 // bits
     scale = scale if scale.numel() > 1 else scale.reshape(1, 1).expand(rows, 1)
     if order is not None:
         groups = scale.shape[1]
         usual = torch.arange(columns, device=order.device) // ceil_div(columns, groups)
-        order = None if columns % groups == 0 and torch.equal(order, usual.to(order.dtype)) else order[None].int()
+        least, most = order.aminmax()
+        # Before it is known, compressed-tensors' order is -1 for each column.
+        if most < 0 or (columns % groups == 0 and torch.equal(order, usual.to(order.dtype))):
+            order = None
+        elif least < 0 or most >= groups or len(order) != columns:
+            return None
+        else:
+            order = order[None].int()
+    if order is None and columns % scale.shape[1]:
+        return None
     zero = None if zero is None else zero.contiguous()
     return Groups(values.contiguous(), scale.contiguous(), f"int{bits}", scale.dtype, zero, order)
 

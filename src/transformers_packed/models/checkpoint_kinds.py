@@ -5,9 +5,13 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import transformers
+
 from ..errors import input_error
+from .installed import CHECKPOINTS
 from .memory import FULL, HALF, NF4, Stored
 from .quantization import keeps_dtype
+from .versions import joins_stored_experts
 
 
 # Formats of compressed-tensors that our models load.
@@ -30,6 +34,8 @@ def stored_as(config: Any) -> Stored | None:
     method, values = quantization_of(config), _values(config)
     if method is None:
         return None
+    if method in CHECKPOINTS and not joins_stored_experts():
+        raise input_error(f"transformers >= 5.21 for a checkpoint by {method}", transformers.__version__, "Update it.")
     found = _KINDS[method](values) if method in _KINDS else None
     if found is None:
         details = [f"{name}={values[name]}" for name in _DETAILS if values.get(name) is not None]
@@ -82,6 +88,10 @@ def _fp8(values: dict) -> Stored:
 
 
 def _compressed_tensors(values: dict) -> Stored | None:
+    # Transforms of inputs, and weights without their zeros, are not read here.
+    sparse = (values.get("sparsity_config") or {}).get("format", "dense") != "dense"
+    if sparse or values.get("transform_config"):
+        return None
     groups = [group for group in (values.get("config_groups") or {}).values() if group.get("weights")]
     formats = {group.get("format") or values.get("format") for group in groups}
     if not groups or not formats <= set(_FORMATS):
@@ -109,7 +119,7 @@ def _awq(values: dict) -> Stored | None:
 
 
 def _gptq(values: dict) -> Stored | None:
-    is_known = format_of_gptq(values) in ("gptq", "gptq_v2")
+    is_known = format_of_gptq(values) in ("gptq", "gptq_v2") and not values.get("is_marlin_format")
     return _integers(values.get("bits"), values.get("group_size")) if is_known else None
 
 
@@ -155,7 +165,9 @@ def _by_dynamic(values: dict) -> Iterator[Callable[[str], Any]]:
 
 
 def _by_bits_and_blocks(values: dict) -> Iterator[Callable[[str], Any]]:
-    yield from (re.compile(name).match for name, x in (values.get("extra_config") or {}).items() if x["bits"] > 8)
+    yield from (
+        re.compile(name).match for name, x in (values.get("extra_config") or {}).items() if x.get("bits", 0) > 8
+    )
     if names := values.get("block_name_to_quantize"):
         blocks = tuple(_of_text(x.strip()) for x in (names.split(",") if isinstance(names, str) else names))
         yield lambda layer: not _of_text(layer).startswith(blocks)
@@ -183,4 +195,14 @@ _SKIPPED = {
     "gptq": _by_dynamic,
     "auto-round": _by_bits_and_blocks,
 }
-_DETAILS = ("format", "quant_algo", "bits", "version", "checkpoint_format", "packing_format")
+_DETAILS = (
+    "transform_config",
+    "sparsity_config",
+    "is_marlin_format",
+    "format",
+    "quant_algo",
+    "bits",
+    "version",
+    "checkpoint_format",
+    "packing_format",
+)

@@ -11,7 +11,8 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .checkpoint_formats import TENSORS, PackedWeight, stored_weight
-from .checkpoint_kinds import quantizes_inputs, stored_as
+from .checkpoint_kinds import kept_by, quantizes_inputs, stored_as
+from .families import EXPERT_WEIGHTS
 from .quantized_weights import dequantize
 
 
@@ -23,6 +24,13 @@ class CheckpointConfig(QuantizationConfigMixin):
 
     def __init__(self, **values: Any):
         self.values, self.quant_method = values, values["quant_method"]
+
+    def __getattr__(self, name: str) -> Any:
+        # PEFT reads some of them.
+        try:
+            return vars(self)["values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.values)
@@ -42,10 +50,12 @@ class CheckpointQuantizer(HfQuantizer):
     def __init__(self, quantization_config: CheckpointConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.read: list[str] = []
-        described = SimpleNamespace(quantization_config=quantization_config.values)
-        stored = stored_as(described)
-        logger.info(f"The weights stay in {stored and stored.title}.")
-        if quantizes_inputs(described):
+        self.described = SimpleNamespace(quantization_config=quantization_config.values)
+        stored = stored_as(self.described)
+        assert stored is not None, "Transformers looks the quantizer up by its method"
+        self.stored = stored
+        logger.info(f"The weights stay in {self.stored.title}.")
+        if quantizes_inputs(self.described):
             logger.warning_once("Servers of this checkpoint quantize inputs of layers, too. Training does not.")
 
     def is_serializable(self) -> bool:
@@ -55,10 +65,29 @@ class CheckpointQuantizer(HfQuantizer):
     def get_load_operations(self) -> dict[str, type[ConversionOps]]:
         return {"deserialize": _Read, "dequantize": _Read}
 
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self.is_kept = kept_by(self.described, model)
+        return model
+
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        # `device_map="auto"` counts them.
+        path, _, name = param_name.rpartition(".")
+        linear = name == "weight" and isinstance(model.get_submodule(path), torch.nn.Linear)
+        is_stored = param_name.endswith(EXPERT_WEIGHTS) or (linear and not self.is_kept(path))
+        return self.stored.bytes if is_stored else param.element_size()
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        head = model.get_output_embeddings()
         for name in self.read:
-            weight = model.get_parameter(name).requires_grad_(False)
-            if not isinstance(weight, PackedWeight):
+            weight, module = (
+                model.get_parameter(name).requires_grad_(False),
+                model.get_submodule(name.rpartition(".")[0]),
+            )
+            is_layer = isinstance(module, torch.nn.Linear) and module is not head
+            if isinstance(weight, PackedWeight) and not is_layer and not name.endswith(EXPERT_WEIGHTS):
+                # The loss without logits reads a plain head, and embeddings are looked up.
+                module.weight = torch.nn.Parameter(weight.compute(), requires_grad=False)
+            elif not isinstance(weight, PackedWeight):
                 dtype = str(weight.dtype).removeprefix("torch.")
                 logger.warning(
                     f"{name} is in {dtype}, because this model joins the weights of the checkpoint otherwise."

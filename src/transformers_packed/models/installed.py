@@ -17,7 +17,7 @@ from weakref import WeakSet
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..foreign import MISSING, names_of, put, swapped
+from ..foreign import MISSING, names_of, put
 from .family import PATCHED, Own
 from .mtp import loading_head, saving_head
 from .releases import BASE_CLASS, forget_recorders, registered_classes
@@ -86,9 +86,19 @@ def _registered() -> Iterator[tuple[Any, Any, Any]]:
         yield registered_classes(auto), config, ours
 
 
+def _reading() -> Iterator[tuple[Any, Any, Any]]:
+    auto = import_module("transformers.quantizers.auto")
+    for method in CHECKPOINTS if joins_stored_experts() else ():
+        yield auto.AUTO_QUANTIZATION_CONFIG_MAPPING, method, late("checkpoint_quantizer").CheckpointConfig
+        yield auto.AUTO_QUANTIZER_MAPPING, method, late("checkpoint_quantizer").CheckpointQuantizer
+
+
 FOR_MODELS, FOR_ADAPTERS, REGISTERED = Table(_for_models), Table(_for_adapters), Table(_registered)
+# While a model of ours is loaded.
+READING = Table(_reading)
 _hooks: list[RemovableHandle] = []
 _owners: WeakSet[Any] = WeakSet()
+_readers: WeakSet[Any] = WeakSet()
 _lock = RLock()
 
 
@@ -142,15 +152,21 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def reading_checkpoints() -> Iterator[None]:
-    """Let weights of quantized checkpoints load in their bits. Transformers has other layers for them, or none."""
-    if not joins_stored_experts():
+    """Let weights of quantized checkpoints load in their bits. Transformers has other layers for them, or none.
+
+    Other threads that load a checkpoint meanwhile get the same.
+    """
+    owner = _Load()
+    with _lock:
+        _readers.add(owner)
+        READING.install()
+    try:
         yield
-        return
-    ours, auto = late("checkpoint_quantizer"), import_module("transformers.quantizers.auto")
-    configs = dict.fromkeys(CHECKPOINTS, ours.CheckpointConfig)
-    quantizers = dict.fromkeys(CHECKPOINTS, ours.CheckpointQuantizer)
-    with swapped(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, **configs), swapped(auto.AUTO_QUANTIZER_MAPPING, **quantizers):
-        yield
+    finally:
+        with _lock:
+            _readers.discard(owner)
+            if not _readers:
+                READING.uninstall()
 
 
 def is_registered() -> bool:

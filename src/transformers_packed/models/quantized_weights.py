@@ -33,6 +33,18 @@ class StoredWeight(torch.Tensor):
     product_dtype: torch.dtype
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        """Take the tensors of other weights too, which a move of a module to a device sets."""
+        if type(other) is not type(self):
+            raise _in_place()
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        vars(self).update(vars(other))
+
     def compute(self, first: int = 0, last: int | None = None, impl: str = "auto") -> torch.Tensor:
         """Return the weights from `first` to before `last` of the first dimension, in the dtype of products.
 

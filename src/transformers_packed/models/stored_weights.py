@@ -70,10 +70,11 @@ def _released(layer, in_float8, hidden_states):
         return None
     if not is_untouched(layer, torch.nn.Linear, parameters=(PackedWeight, torch.nn.Parameter)):
         return None
-    weight: Any = layer.weight
-    if in_float8 and isinstance(weight.stored, Blocks) and weight.stored.block == (1, weight.shape[1]):
-        return Float8Weight(weight.packed, weight.stored.scale.flatten(), weight.product_dtype)
-    return Dequantized(weight.shape, weight.product_dtype, weight.compute)
+    weight: Any = layer._parameters["weight"]
+    stored = weight.stored
+    if in_float8 and isinstance(stored, Blocks) and stored.block == (1, stored.shape[1]):
+        return Float8Weight(stored.values, stored.scale.flatten(), weight.product_dtype)
+    return weight.dequantized()
 
 
 def _class_in_blocks(name: str) -> type | None:

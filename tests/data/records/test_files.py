@@ -56,6 +56,8 @@ class FilesTest(unittest.TestCase):
                 self.read(f"data{ending}", f"{content}{line}\n")
         with self.assertRaisesRegex(ValueError, f"data{ending}: expected CSV in UTF-8, got unexpected end"):
             self.read(f"data{ending}", content + '"a')
+        long = "x" * 200_000
+        self.assertEqual(self.read(f"long{ending}", f"text\n{long}\n"), [("line 2", {"text": long})])
         (self.directory / "data.csv").write_bytes("a\nü\n".encode("latin-1"))
         with self.assertRaisesRegex(ValueError, "data.csv: expected CSV in UTF-8, got 'utf-8' codec"):
             self.read("data.csv")

@@ -17,6 +17,7 @@ _COMPRESSED = (".gz", ".zst", ".bz2")
 # The separators of tables.
 _TABLES = {".csv": ",", ".tsv": "\t"}
 FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".parquet", *_TABLES, *_COMPRESSED)
+_LONGEST_FIELD = 2**31 - 1
 _FORMATS = "one JSON object per line, a JSON array, CSV or parquet"
 
 
@@ -92,6 +93,8 @@ def _parsed(place: str, text: str, expected: str) -> Any:
 
 
 def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
+    # A column may have a whole document.
+    limit = csv.field_size_limit(_LONGEST_FIELD)
     try:
         # The first line has the names of the columns.
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -103,6 +106,8 @@ def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path}, line {rows.line_num}", row
     except (csv.Error, UnicodeDecodeError) as error:
         raise input_error("CSV in UTF-8", error, option=str(path)) from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
