@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -401,6 +402,14 @@ class RefusedTest(unittest.TestCase):
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
             with self.assertRaisesRegex(ValueError, message):
+                load(folder)
+
+    def test_releases_that_cannot_load_them(self):
+        with TemporaryDirectory() as folder:
+            write(builtin_model("qwen3_5"), folder, "modelopt")
+            message = "expected transformers >= 5.21 for a checkpoint by modelopt, got"
+            old = mock.patch("transformers_packed.models.checkpoint_kinds.joins_stored_experts", lambda: False)
+            with old, self.assertRaisesRegex(ValueError, message):
                 load(folder)
 
     @parameterized.expand(

@@ -21,7 +21,7 @@ from ..foreign import MISSING, names_of, put
 from .family import PATCHED, Own
 from .mtp import loading_head, saving_head
 from .releases import BASE_CLASS, forget_recorders, registered_classes
-from .versions import joins_stored_experts, supports_other_families
+from .versions import supports_other_families
 
 
 # The `experts_implementation` of this package.
@@ -88,7 +88,8 @@ def _registered() -> Iterator[tuple[Any, Any, Any]]:
 
 def _reading() -> Iterator[tuple[Any, Any, Any]]:
     auto = import_module("transformers.quantizers.auto")
-    for method in CHECKPOINTS if joins_stored_experts() else ():
+    # Before 5.21, the quantizer raises an error: Transformers would load some of them without their scales.
+    for method in CHECKPOINTS:
         yield auto.AUTO_QUANTIZATION_CONFIG_MAPPING, method, late("checkpoint_quantizer").CheckpointConfig
         yield auto.AUTO_QUANTIZER_MAPPING, method, late("checkpoint_quantizer").CheckpointQuantizer
 
