@@ -49,7 +49,7 @@ class CheckpointQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: CheckpointConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
-        self.read: list[str] = []
+        self.read: set[str] = set()
         self.described = SimpleNamespace(quantization_config=quantization_config.values)
         stored = stored_as(self.described)
         assert stored is not None, "Transformers looks the quantizer up by its method"
@@ -78,11 +78,9 @@ class CheckpointQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         head = model.get_output_embeddings()
-        for name in self.read:
-            weight, module = (
-                model.get_parameter(name).requires_grad_(False),
-                model.get_submodule(name.rpartition(".")[0]),
-            )
+        for name in sorted(self.read):
+            weight, module = model.get_parameter(name), model.get_submodule(name.rpartition(".")[0])
+            weight.requires_grad_(False)
             is_layer = isinstance(module, torch.nn.Linear) and module is not head
             if isinstance(weight, PackedWeight) and not is_layer and not name.endswith(EXPERT_WEIGHTS):
                 # The loss without logits reads a plain head, and embeddings are looked up.
@@ -107,7 +105,7 @@ class _Read(ConversionOps):
         self.hf_quantizer = quantizer
 
     def __deepcopy__(self, memo: dict) -> "_Read":
-        # Transformers copies the operation for each weight. The names that it reads are for one list.
+        # Transformers copies the operation for each weight. The names that it reads are for one set.
         return self
 
     @torch.no_grad()
@@ -122,6 +120,6 @@ class _Read(ConversionOps):
             each = [dict(zip(tensors, values, strict=True)) for values in zip(*tensors.values(), strict=True)]
             weights = [stored_weight(x, config.values, dtype) for x in each]
             if any(isinstance(x, PackedWeight) for x in weights):
-                self.hf_quantizer.read.append(full_layer_name)
+                self.hf_quantizer.read.add(full_layer_name)
             found |= {f"{layer}.weight": weights} if layer else {full_layer_name: weights[0]}
         return found

@@ -1,8 +1,8 @@
-"""What this package changes in other libraries for longer than a call, in three tables.
+"""What this package changes in other libraries for longer than a call, in four tables.
 
 [`FOR_MODELS`] and [`FOR_ADAPTERS`] are installed while a module has a class of ours, while our classes are registered, and
 while one of them is loaded: [`hold`] and [`release`] keep count. [`REGISTERED`] is, with a hook of PyTorch, what `register`
-installs. After uninstalling, nothing differs from before. `foreign.swapped` has other values for one call.
+installs. [`READING`] is installed while a checkpoint loads. After uninstalling, nothing differs from before. `foreign.swapped` has other values for one call.
 """
 
 import sys
