@@ -61,6 +61,17 @@ class CudaGroupsTest(unittest.TestCase):
         for a, b in (found, gradients):
             self.assertTrue(torch.equal(a, b))
 
+    @parameterized.expand(["int4", "nvfp4"])
+    def test_a_module_that_moves(self, code):
+        groups = random_groups(code, (64, 128), 16, **({"divided": True} if code == "nvfp4" else {}))
+        layer = torch.nn.Linear(128, 64, False, "meta")
+        layer.weight = torch.nn.Parameter(PackedWeight(groups, torch.bfloat16), requires_grad=False)
+        expected = layer.weight.compute()
+        for device in ("cuda", "cpu"):
+            layer.to(device)
+            self.assertEqual((layer.weight.device.type, layer.weight.packed.device.type), (device, device))
+            self.assertTrue(torch.equal(layer.weight.compute().cpu(), expected))
+
 
 if __name__ == "__main__":
     unittest.main()
