@@ -52,12 +52,12 @@ def in_groups(shape: tuple[int, ...], kind: str) -> Groups:
 
 def measure(shape: tuple[int, ...], kind: str) -> dict:
     values = torch.randn(shape, device="cuda").to(torch.float8_e4m3fn)
-    groups = in_groups(shape, kind) if kind not in KINDS else None
+    groups = in_groups(shape, kind) if kind in IN_GROUPS else None
     if kind == "rows":
         scale = torch.rand(*shape[:-1], 1, device="cuda")
-    else:
+    elif groups is None:
         number = [-(-n // 128) for n in shape[-2:]]
-        scale = (torch.rand(*shape[:-2], *number, device="cuda") + 0.5).to(KINDS.get(kind, torch.float32))
+        scale = (torch.rand(*shape[:-2], *number, device="cuda") + 0.5).to(KINDS[kind])
 
     def run(impl: str = "auto") -> torch.Tensor:
         if groups is not None:

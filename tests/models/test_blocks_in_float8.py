@@ -9,22 +9,18 @@ import torch
 from common.blocks import BLOCK, LAYERS, store, stored_and_plain
 from mixins.lora import randomized
 from mixins.model import packed_batch, total_relative_error
-from mixins.patch import builtin_model, on_a_gpu
+from mixins.patch import builtin_model
+from mixins.stored import DOCUMENTS, StoredWeightsTestCase, run
 from parameterized import parameterized
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts, FP8Linear
 
 from transformers_packed import patch_model, registered
-from transformers_packed.audit.isolation import changed_by_others
 from transformers_packed.models.experts import _adapters_of, isolates
 from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.projections import terms_of
-from transformers_packed.ops import implementations_used
 from transformers_packed.ops.dispatch import _used
 from transformers_packed.ops.terms import Dequantized
-
-
-DOCUMENTS = [torch.arange(1, n) for n in (9, 30, 2, 17)]
 
 
 def layer_in_blocks() -> FP8Linear:
@@ -37,15 +33,8 @@ def models(block=BLOCK, scale_format: str = "float", family: str = "qwen3_5"):
     return stored_and_plain(patch_model(builtin_model(family)), block, scale_format)
 
 
-def run(model):
-    model.zero_grad()
-    loss = model(**packed_batch(DOCUMENTS, "cu_seqlens"), use_cache=False).loss
-    loss.backward()
-    return loss.detach(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-
-
 @unittest.skipUnless(find_spec("peft"), "needs peft")
-class BlocksTest(unittest.TestCase):
+class BlocksTest(StoredWeightsTestCase):
     def setUp(self):
         _used.clear()
 
@@ -68,23 +57,7 @@ class BlocksTest(unittest.TestCase):
         adapters = {name: x for name, x in adapted[0].state_dict().items() if "lora_" in name}
         adapted[1].load_state_dict(adapters, strict=False)
         self.assertEqual(family == "qwen3_5", not any(isinstance(x, FP8Experts) for x in adapted[0].modules()))
-        with on_a_gpu():
-            (loss, gradients), expected = map(run, adapted)
-        self.assertLess(abs(loss / expected[0] - 1).item(), 1e-6)
-        self.assertEqual(gradients.keys(), expected[1].keys())
-        self.assertTrue(all("lora_" in name for name in gradients))
-        self.assertLess(total_relative_error(gradients, expected[1]), 2e-6)
-        used = implementations_used()
-        for op, other in (("linear_lora", "peft"), ("experts_lora", "peft"), ("experts", "grouped_mm")):
-            self.assertNotIn(other, used.get(op, ()))
-        # PEFT's own forward of a plain layer adds in another order.
-        expected = run(adapted[1])
-        for checkpointing in (False, True):
-            if checkpointing:
-                adapted[0].gradient_checkpointing_enable({"use_reentrant": False})
-            loss, gradients = run(adapted[0])
-            self.assertLess(abs(loss - expected[0]).item(), 1e-5)
-            self.assertLess(total_relative_error(gradients, expected[1]), 1e-5)
+        self.check_adapters(*adapted)
 
     def stored(self, family, folder):
         """A model of a checkpoint that Transformers has written to the folder."""
@@ -143,11 +116,7 @@ class BlocksTest(unittest.TestCase):
 
     def test_documents_stay_apart(self):
         model, plain = models()
-        batch = packed_batch(DOCUMENTS, "cu_seqlens")
-        places = list(torch.arange(sum(map(len, DOCUMENTS))).split([len(x) for x in DOCUMENTS]))
-        self.assertLess(changed_by_others(model, lambda: model(**batch), batch, places), 1e-4)
-        with torch.no_grad():
-            self.assertTrue(torch.equal(model(**batch).logits, plain(**batch).logits))
+        self.check_isolation(model, plain)
 
     def test_what_the_op_computes(self):
         layer = layer_in_blocks()

@@ -16,7 +16,8 @@ from common.checkpoints import FORMATS, write
 from common.processes import run_processes
 from mixins.lora import randomized
 from mixins.model import packed_batch, total_relative_error
-from mixins.patch import COMPOSITE, builtin_model, on_a_gpu
+from mixins.patch import COMPOSITE, builtin_model
+from mixins.stored import DOCUMENTS, StoredWeightsTestCase, run
 from parameterized import parameterized
 from safetensors.torch import load_file, save_file
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from transformers_packed import patch_model, registered
-from transformers_packed.audit.isolation import changed_by_others
 from transformers_packed.data.planning.step_memory import Parameters
 from transformers_packed.models.checkpoint_formats import Blocks, PackedWeight, stored_weight
 from transformers_packed.models.checkpoint_kinds import _KINDS, kept_by, stored_as
@@ -34,13 +34,11 @@ from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.installed import CHECKPOINTS, reading_checkpoints
 from transformers_packed.models.quantized_weights import tensors_of
 from transformers_packed.models.stored_weights import weight_of_layer
-from transformers_packed.ops import implementations_used
 from transformers_packed.ops.dispatch import _used
 from transformers_packed.ops.terms import Dequantized, Float8Weight
 
 
 VECTORS = Path(__file__).parent.parent / "common" / "packed_weights.safetensors"
-DOCUMENTS = [torch.arange(1, n) for n in (9, 30, 2, 17)]
 
 
 def load(folder, **options):
@@ -57,13 +55,6 @@ def stored_and_plain(family, name, folder, dtype=torch.float32):
     del config["quantization_config"]
     (Path(folder) / "config.json").write_text(json.dumps(config))
     return stored, load(folder, dtype=dtype)
-
-
-def run(model):
-    model.zero_grad()
-    loss = model(**packed_batch(DOCUMENTS, "cu_seqlens"), use_cache=False).loss
-    loss.backward()
-    return loss.detach(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
 def adapted(model, **options):
@@ -222,7 +213,7 @@ class LoadingTest(unittest.TestCase):
 
 
 @unittest.skipUnless(find_spec("peft"), "needs peft")
-class AdaptersTest(unittest.TestCase):
+class AdaptersTest(StoredWeightsTestCase):
     def setUp(self):
         _used.clear()
         self.folder = self.enterContext(TemporaryDirectory())
@@ -231,24 +222,7 @@ class AdaptersTest(unittest.TestCase):
         [(name, "qwen3_5_moe") for name in FORMATS] + [("nvfp4", "qwen3_next"), ("w4a16", "qwen3_5")]
     )
     def test_gradients(self, name, family):
-        models = [adapted(x) for x in stored_and_plain(family, name, self.folder)]
-        with on_a_gpu():
-            (loss, gradients), expected = map(run, models)
-        self.assertLess(abs(loss / expected[0] - 1).item(), 1e-6)
-        self.assertEqual(gradients.keys(), expected[1].keys())
-        self.assertTrue(all("lora_" in name for name in gradients))
-        self.assertLess(total_relative_error(gradients, expected[1]), 2e-6)
-        used = implementations_used()
-        for op, other in (("linear_lora", "peft"), ("experts_lora", "peft"), ("experts", "grouped_mm")):
-            self.assertNotIn(other, used.get(op, ()))
-        # PEFT's own forward of a plain layer adds in another order.
-        expected = run(models[1])
-        for checkpointing in (False, True):
-            if checkpointing:
-                models[0].gradient_checkpointing_enable({"use_reentrant": False})
-            loss, gradients = run(models[0])
-            self.assertLess(abs(loss - expected[0]).item(), 1e-5)
-            self.assertLess(total_relative_error(gradients, expected[1]), 1e-5)
+        self.check_adapters(*map(adapted, stored_and_plain(family, name, self.folder)))
 
     def test_adapters_are_saved_and_merged(self):
         """An adapter goes back onto the checkpoint, and is merged into weights that were dequantized."""
@@ -278,12 +252,7 @@ class AdaptersTest(unittest.TestCase):
             self.assertLess((stock(**batch).logits - trained(**batch).logits).abs().max(), 5e-5)
 
     def test_documents_stay_apart(self):
-        stored, plain = stored_and_plain("qwen3_5_moe", "nvfp4", self.folder)
-        batch = packed_batch(DOCUMENTS, "cu_seqlens")
-        places = list(torch.arange(sum(map(len, DOCUMENTS))).split([len(x) for x in DOCUMENTS]))
-        self.assertLess(changed_by_others(stored, lambda: stored(**batch), batch, places), 1e-4)
-        with torch.no_grad():
-            self.assertTrue(torch.equal(stored(**batch).logits, plain(**batch).logits))
+        self.check_isolation(*stored_and_plain("qwen3_5_moe", "nvfp4", self.folder))
 
     def test_layers_and_experts_that_run_themselves(self):
         """They compute weights again in the backward, and keep none."""

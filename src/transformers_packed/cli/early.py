@@ -9,12 +9,12 @@ from ..errors import input_error
 LOCAL_OR_HUB = "a local directory or a model on the Hub"
 
 
-def check_source(option: str, source: str, expected: str = LOCAL_OR_HUB) -> None:
+def check_source(option: str, source: str) -> None:
     """Raise an `OSError` for a path that does not exist. Names on the Hub have at most one slash, and none in front."""
     is_name = source.count("/") < 2 and not source.startswith(("/", ".", "~")) and "\\" not in source
     if not is_name and not Path(source).exists():
         got = f"{source!r}: no such local directory, and the name is not valid on the Hub"
-        raise OSError(str(input_error(expected, got, "Check the path.", option=option)))
+        raise OSError(str(input_error(LOCAL_OR_HUB, got, "Check the path.", option=option)))
 
 
 def check_data(data: str) -> None:

@@ -87,8 +87,10 @@ class PackedWeight(StoredWeight):
         stored = self.stored if (first, last) == (0, None) else _map(self.stored, lambda x: x[first:last])
         if isinstance(stored, Groups):
             return dequantize_groups(stored, self.product_dtype, impl=impl)
-        values = dequantize_blocks(*stored, impl=impl)
-        return values.to(self.product_dtype)
+        values, scale, block, rounded = stored
+        # A product in float32 is rounded once.
+        dtype = self.product_dtype if rounded == torch.float32 else rounded
+        return dequantize_blocks(values, scale, block, dtype, impl=impl).to(self.product_dtype)
 
     def dequantized(self) -> Dequantized:
         """Return the weight of a linear layer for its op."""
@@ -181,14 +183,12 @@ def _packed_integers(tensors: dict[str, torch.Tensor], config: dict) -> Groups |
         return None
     rows, columns = tensors["weight_shape"].tolist()
     bits = next((bits for bits in (4, 8) if packed.shape[1] == ceil_div(columns * bits, 32)), None)
-    if bits is None:
+    if bits is None or columns * bits % 8:
         return None
     scale, zero = tensors["weight_scale"], tensors.get("weight_zero_point")
     if zero is not None:
         # The rows of a group are packed.
         zero = _numbers(zero.t(), bits)[:, :rows].t()
-    if columns * bits % 8:
-        return None
     values = _bytes(packed)[:, : columns * bits // 8]
     return _groups(values, scale, bits, zero, tensors.get("weight_g_idx"))
 

@@ -2,7 +2,8 @@
 
 [`FOR_MODELS`] and [`FOR_ADAPTERS`] are installed while a module has a class of ours, while our classes are registered, and
 while one of them is loaded: [`hold`] and [`release`] keep count. [`REGISTERED`] is, with a hook of PyTorch, what `register`
-installs. [`READING`] is installed while a checkpoint loads. After uninstalling, nothing differs from before. `foreign.swapped` has other values for one call.
+installs. [`READING`] is installed while a checkpoint loads. After uninstalling, nothing differs from before.
+`foreign.swapped` has other values for one call.
 """
 
 import sys
