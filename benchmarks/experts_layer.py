@@ -4,7 +4,8 @@
 more likely than others, and compute all gradients. With `--lora`, the weights are frozen, adapters of rank 16 are trained, and
 `nf4` and `float8` have quantized weights. `nf4+bitsandbytes` dequantizes them by bitsandbytes, and `float8+reference` by
 PyTorch. The rate counts the useful products with the weights only, without padding of tiles and without anything computed
-twice: three times those of the forward, or twice with frozen weights.
+twice: three times those of the forward, or twice with frozen weights. On a GPU, each arm also runs as a CUDA graph, so that
+the time of its kernels is known where the host is slower.
 
     python benchmarks/experts_layer.py --output benchmarks/results/experts.json
     python benchmarks/experts_layer.py --models 35B-A3B --tokens 2048 16384
@@ -13,11 +14,13 @@ twice: three times those of the forward, or twice with frozen weights.
 
 import argparse
 import copy
+import importlib.util
 import json
 import platform
 import shlex
 import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -85,6 +88,19 @@ def grouped_mm(layer, hidden_states, logits, top_k):
 ARMS = {"ours": ours, "grouped_mm": grouped_mm}
 
 
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """Return the replay of a CUDA graph of the step."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def measure(model: str, tokens: int, args) -> dict:
     config, dtype = MODELS[model], torch.bfloat16
     set_seed(0)
@@ -99,7 +115,9 @@ def measure(model: str, tokens: int, args) -> dict:
         adapters = adapters_of(layer, 16)
         leaves += [factor for adapter in adapters for factor in adapter[:2]]
         arms = {"ours": (ours, layer)}
-        for kind, other in (("nf4", "bitsandbytes"), ("float8", "reference")):
+        for kind, other, package in (("nf4", "bitsandbytes", "bitsandbytes"), ("float8", "reference", "torchao")):
+            if not importlib.util.find_spec(package):
+                continue
             stored = quantized(layer, kind)
             arms |= {kind: (ours, stored), f"{kind}+{other}": (partial(ours, dequantize=other), stored)}
     else:
@@ -115,9 +133,11 @@ def measure(model: str, tokens: int, args) -> dict:
         step()
         seconds = statistics.median(timed(step, args.device) / args.repeats for _ in range(args.rounds))
         found[name] = {"median_ms": round(1000 * seconds, 3), "tflops": round(flops / seconds / 1e12, 1)}
-        print(
-            f"{model}, {tokens:,} tokens  {name:<17} {found[name]['median_ms']:9.3f} ms {found[name]['tflops']:7.1f}"
-        )
+        if args.device == "cuda":
+            replay = captured(step)
+            seconds = statistics.median(timed(replay, args.device) / args.repeats for _ in range(args.rounds))
+            found[name] |= {"graph_ms": round(1000 * seconds, 3), "graph_tflops": round(flops / seconds / 1e12, 1)}
+        print(f"{model}, {tokens:,} tokens  {name:<17} {found[name]}", flush=True)
     return {"model": model, "tokens": tokens, "lora": args.lora, "flops": flops, "arms": found}
 
 

@@ -13,12 +13,15 @@ from transformers_packed.ops import choose_experts, experts, implementations_use
 from transformers_packed.ops.terms import Adapter
 
 
-NUMBER, TOP, HIDDEN, WIDTH, RANK = 16, 4, 256, 128, 5
+NUMBER, TOP, HIDDEN, WIDTH = 16, 4, 256, 128
 ROUTINGS = ("random", "one_expert", "equal_logits", "one_token", "experts_of_other_devices")
 
 
-def case(routing: str, adapted: bool = False, tokens: int = 700):
-    """Return the logits, the tensors that get gradients, and the experts that are on another device."""
+def case(routing: str, rank: int = 0, tokens: int = 700):
+    """Return the logits, the tensors that get gradients, and the experts that are on another device.
+
+    With a rank, the tensors include the matrices of adapters.
+    """
     set_seed(0)
     logits = torch.randn(1 if routing == "one_token" else tokens, NUMBER, device="cuda")
     if routing == "one_expert":
@@ -26,8 +29,8 @@ def case(routing: str, adapted: bool = False, tokens: int = 700):
     if routing == "equal_logits":
         logits = logits.round() * 0
     shapes = [(len(logits), HIDDEN), (NUMBER, 2 * WIDTH, HIDDEN), (NUMBER, HIDDEN, WIDTH)]
-    if adapted:
-        shapes += [(NUMBER, RANK, HIDDEN), (NUMBER, 2 * WIDTH, RANK), (NUMBER, RANK, WIDTH), (NUMBER, HIDDEN, RANK)]
+    if rank:
+        shapes += [(NUMBER, rank, HIDDEN), (NUMBER, 2 * WIDTH, rank), (NUMBER, rank, WIDTH), (NUMBER, HIDDEN, rank)]
     tensors = [torch.randn(shape, device="cuda") / shape[-1] ** (0.5 * (k > 0)) for k, shape in enumerate(shapes)]
     return logits.bfloat16(), [x.bfloat16() for x in tensors], 5 if routing == "experts_of_other_devices" else NUMBER
 
@@ -59,21 +62,23 @@ def worst(found, expected):
 @needs_gpu
 class CudaExpertsTest(unittest.TestCase):
     @parameterized.expand(
-        [(routing, False) for routing in ROUTINGS]
-        + [(routing, True) for routing in ROUTINGS if "other" not in routing]
+        [(routing, 0) for routing in ROUTINGS]
+        + [(routing, 5) for routing in ROUTINGS if "other" not in routing]
+        # Shared memory has room for other numbers of steps and parts.
+        + [("random", rank) for rank in (32, 64)]
     )
-    def test_against_the_reference_in_float64(self, routing, adapted):
-        inputs = case(routing, adapted)
+    def test_against_the_reference_in_float64(self, routing, rank):
+        inputs = case(routing, rank)
         found, again = run("triton", *inputs), run("triton", *inputs)
         self.assertTrue(all(a.equal(b) for a, b in zip(found, again, strict=True)))
         error = worst(found, run("reference", *inputs, dtype=torch.float64))
-        report(f"experts, {routing}{' with adapters' * adapted}", error=error)
+        report(f"experts, {routing}, adapters of rank {rank}", error=error)
         self.assertLess(error, 1.2e-2)
 
-    @parameterized.expand([(False,), (True,)])
-    def test_other_tokens_change_no_bit(self, adapted):
+    @parameterized.expand([(0,), (5,)])
+    def test_other_tokens_change_no_bit(self, rank):
         """Another 700 tokens, with another routing, before and after the tokens."""
-        logits, (x, *weights), here = case("random", adapted)
+        logits, (x, *weights), here = case("random", rank)
         other, (y, *_), _ = case("one_expert")
         y = y * 100
         for before, after in ((0, 700), (700, 0), (333, 367)):
@@ -93,7 +98,7 @@ class CudaExpertsTest(unittest.TestCase):
         return [t[mine] for t in (y.detach(), *torch.autograd.grad(y, leaves, upstream))]
 
     def test_no_host_sync(self):
-        inputs = case("random", adapted=True)
+        inputs = case("random", rank=5)
         upstream = torch.ones(700, HIDDEN, device="cuda").bfloat16()
 
         def step():

@@ -81,7 +81,7 @@ class CudaPackedExpertsTest(ExpertsTestCase):
             setattr(module, name, torch.nn.Parameter(PackedWeight(groups, torch.bfloat16), requires_grad=False))
         expected = self.run_op([module.gate_up_proj.compute(), module.down_proj.compute()], rank)
         for piece in (1, 3 * 256 * 256, 2**28):
-            with mock.patch("transformers_packed.ops.backends.triton.moe._PIECE", piece):
+            with mock.patch("transformers_packed.ops.backends.triton.grouped_products._PIECE", piece):
                 actual = self.run_op(weights_of(module, self.x), rank)
                 self.assertTrue(all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), piece)
 
@@ -101,7 +101,7 @@ class CudaQuantizedExpertsTest(ExpertsTestCase):
         plain = [whole(x) for x in stored]
         expected = self.run_op(plain, rank)
         for piece in (1, 3 * 256 * 256, 2**28):
-            with mock.patch("transformers_packed.ops.backends.triton.moe._PIECE", piece):
+            with mock.patch("transformers_packed.ops.backends.triton.grouped_products._PIECE", piece):
                 actual = self.run_op(weights_of(module, self.x), rank)
                 self.assertTrue(all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), piece)
                 torch.cuda.synchronize()
@@ -164,6 +164,6 @@ class CudaBlocksTest(ExpertsTestCase):
             plain.append(dequantize_blocks(getattr(module, name), scale, (128, 128), torch.bfloat16, impl="reference"))
         expected = self.run_op(plain, rank)
         for piece in (1, 3 * 256 * 256, 2**28):
-            with mock.patch("transformers_packed.ops.backends.triton.moe._PIECE", piece):
+            with mock.patch("transformers_packed.ops.backends.triton.grouped_products._PIECE", piece):
                 actual = self.run_op(weights_of(module, self.x), rank)
                 self.assertTrue(all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), piece)

@@ -571,7 +571,7 @@ class QuantizedExpertsTest(AdaptersTestCase):
         return DequantizedExperts(weights.shape, weights.dtype, compute)
 
     def pieces(self, elements):
-        return mock.patch("transformers_packed.ops.backends.triton.moe._PIECE", elements)
+        return mock.patch("transformers_packed.ops.backends.triton.grouped_products._PIECE", elements)
 
     @parameterized.expand(
         each(

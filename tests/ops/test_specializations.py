@@ -38,12 +38,16 @@ def run_router(tokens):
     choose_experts(torch.zeros(tokens, 60), 8, impl="triton")
 
 
-def run_experts(tokens):
+def run_experts(tokens, adapted=False):
     shapes = (tokens, 64), (tokens, 2), (4, 128, 64), (4, 64, 64), (tokens, 64), (tokens, 1)
     x, weights, gate_up, down, *shared = leaves = trained(*shapes, dtype=torch.bfloat16)
+    factors = trained((4, 5, 64), (4, 128, 5), (4, 5, 64), (4, 64, 5)) if adapted else []
+    adapters = {}
+    if adapted:
+        adapters = {"gate_up_adapter": Adapter(*factors[:2]), "down_adapter": Adapter(*factors[2:])}
     index = torch.arange(2 * tokens).view(tokens, 2) % 4
-    y = experts(x, index, weights, gate_up, down, shared=tuple(shared), impl="triton")
-    torch.autograd.grad(y, leaves, torch.zeros_like(y))
+    y = experts(x, index, weights, gate_up, down, shared=tuple(shared), **adapters, impl="triton")
+    torch.autograd.grad(y, [*leaves, *factors], torch.zeros_like(y))
 
 
 def run_ssd(tokens):
@@ -130,6 +134,7 @@ class SpecializationsTest(InterpretedKernelsTest):
     def test_others(self, _, run):
         self.check(run)
 
-    def test_experts(self):
+    @parameterized.expand([(False,), (True,)])
+    def test_experts(self, adapted):
         """The products read what the first kernel writes, so these run."""
-        self.check(run_experts, 33, (1, 16), compute=True)
+        self.check(lambda tokens: run_experts(tokens, adapted), 33, (1, 16), compute=True)
