@@ -16,6 +16,7 @@ from transformers import LlamaConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 from transformers_packed.cli.options import LONGEST_SAMPLE, SAMPLES, parsers
 from transformers_packed.models import float8
 from transformers_packed.ops import compilations as records
+from transformers_packed.ops import kernel_archive
 from transformers_packed.ops.compilations import Compilation
 from transformers_packed.training import warm_up as module
 from transformers_packed.training.warm_up import warm_up
@@ -68,7 +69,7 @@ class WarmupCommandTest(unittest.TestCase):
             "  forward: 1",
             "triton: 2 compiled in 1.8 s, 1 loaded from disk",
             "  norm: 2",
-            "The kernels are in these directories. Copy them to machines with the same GPUs and the same packages:",
+            "The kernels are in these directories. --export makes one file of them for machines like this one:",
             "  /root/.triton/cache (TRITON_CACHE_DIR)",
             "  /tl (TILELANG_CACHE_DIR)",
         ]
@@ -119,6 +120,37 @@ class WarmupCommandTest(unittest.TestCase):
         stderr = self.command(*arguments, status=expected)
         self.assertIn(part, stderr)
         self.assertEqual(self.calls, [])
+
+    def test_an_archive(self):
+        cache, other, file = (self.path / name for name in ("cache", "other", "kernels.tar.gz"))
+        (cache / "KEY").mkdir(parents=True)
+        (cache / "KEY" / "norm.cubin").write_bytes(b"code")
+        with mock.patch.object(kernel_archive, "caches", lambda: {"triton": (str(cache), "")}):
+            stdout = self.command("--row-length", 24, "--max-documents", 3, "--export", file)
+            self.assertEqual(stdout.splitlines()[-1], f"1 kernel in {file}")
+            self.assertEqual(len(self.calls), 1)
+            self.assertEqual(
+                run_command("warmup", "--import", file)[1], "0 kernels added to the caches, 1 were there\n"
+            )
+        with mock.patch.object(kernel_archive, "caches", lambda: {"triton": (str(other), "")}):
+            self.assertEqual(
+                run_command("warmup", "--import", file)[1], "1 kernel added to the caches, 0 were there\n"
+            )
+        self.assertEqual((other / "KEY" / "norm.cubin").read_bytes(), b"code")
+        self.assertEqual(len(self.calls), 1)
+
+    @parameterized.expand(
+        [
+            ([], 2, "expected --model, --import or --export"),
+            (["--import", "nowhere.tar.gz"], 1, "--import: nowhere.tar.gz does not exist"),
+            (["--export", "/nowhere/kernels.tar.gz"], 1, "--export: /nowhere does not exist"),
+            (["--import", __file__], 1, "expected a file that warmup --export wrote, got "),
+        ]
+    )
+    def test_wrong_archives(self, arguments, expected, part):
+        status, _, stderr = run_command("warmup", *arguments)
+        self.assertEqual(status, expected)
+        self.assertIn(part, stderr)
 
     def test_a_machine_without_a_gpu(self):
         with mock.patch.object(module, "compiles_kernels", lambda device: device.type == "cuda"):

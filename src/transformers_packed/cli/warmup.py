@@ -6,11 +6,15 @@ weights. Options that select kernels must be those of the training.
 
     transformers-packed warmup --model Qwen/Qwen3.5-0.8B
     transformers-packed warmup --model Qwen/Qwen3.5-0.8B --row-length 8192 --lora
+    transformers-packed warmup --model Qwen/Qwen3.5-0.8B --export kernels.tar.gz
+    transformers-packed warmup --import kernels.tar.gz
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
+from ..errors import count
 from .options import LONGEST_SAMPLE, SAMPLES, Parser
 from .process import raise_on_interrupt
 
@@ -18,7 +22,12 @@ from .process import raise_on_interrupt
 def add_options(parser: Parser) -> None:
     """Declare the options of the command."""
     shared = parser.add_shared
-    shared("--model")
+    shared("--model", required=False, help="model whose kernels to compile: a local directory or a name on the Hub")
+    parser.add_argument(
+        "--export", type=Path, metavar="FILE", help="write all compiled kernels of this machine to FILE"
+    )
+    taken = "first add the kernels of FILE, which --export wrote on such a machine; without --model, that is all"
+    parser.add_argument("--import", dest="archive", type=Path, metavar="FILE", help=taken)
     longest = "maximum number of tokens per row (default: %(default)s, as many as train with its defaults)"
     shared("--row-length", default=SAMPLES * LONGEST_SAMPLE, help=longest)
     parser.add_count("--max-documents", "maximum number of documents per row (default: 128)")
@@ -29,7 +38,25 @@ def add_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Compile the kernels, and print them and where they are."""
+    """Import kernels, compile what is missing and print it, and export all, as far as the options say."""
+    if not (args.model or args.archive or args.export):
+        args.parser.error("expected --model, --import or --export")
+    for option, path in (("--import", args.archive), ("--export", args.export and args.export.absolute().parent)):
+        if path and not path.exists():
+            raise FileNotFoundError(f"{option}: {path} does not exist")
+    from ..ops.kernel_archive import export_kernels, import_kernels
+
+    if args.archive:
+        added, known = import_kernels(args.archive)
+        print(f"{count(added, 'kernel')} added to the caches, {known:,} were there")
+    if args.model:
+        compile_kernels(args)
+    if args.export:
+        print(f"{count(export_kernels(args.export), 'kernel')} in {args.export}")
+
+
+def compile_kernels(args: argparse.Namespace) -> None:
+    """Compile the kernels of a model, and print them and where they are."""
     import torch
 
     from ..errors import input_error
@@ -64,6 +91,6 @@ def print_kernels(found: list[Any]) -> None:
         print(f"{package}: {len(built)} compiled in {seconds:.1f} s, {len(loaded)} loaded from disk")
         for name in sorted({one.kernel for one in built}):
             print(f"  {name}: {sum(one.kernel == name for one in built)}")
-    print("The kernels are in these directories. Copy them to machines with the same GPUs and the same packages:")
+    print("The kernels are in these directories. --export makes one file of them for machines like this one:")
     for folder, variable in caches().values():
         print(f"  {folder} ({variable})")
