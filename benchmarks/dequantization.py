@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
-from step import earlier_report
+from step import earlier_report, machine_name
 
 from transformers_packed.ops.dequantization import dequantize_blocks, dequantize_rows
 from transformers_packed.ops.grouped_dequantization import Groups, dequantize_groups
@@ -89,7 +89,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="add the results to this JSON file")
     args = parser.parse_args()
-    report = earlier_report(args.output, torch.cuda.get_device_name(), parser)
+    report = earlier_report(args.output, machine_name("cuda"), parser)
     run = {"command": shlex.join(["python", *sys.argv]), "weights": []}
     for shape in SHAPES:
         for kind in (*KINDS, *IN_GROUPS):

@@ -12,7 +12,6 @@ of tiles.
 import argparse
 import importlib.util
 import json
-import platform
 import shlex
 import statistics
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from shapes import MODELS
-from step import earlier_report, timed
+from step import earlier_report, machine_name, timed
 from transformers import set_seed
 
 from transformers_packed.ops import choose_experts
@@ -172,8 +171,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="add the results to this JSON file")
     args = parser.parse_args()
-    machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
-    report = earlier_report(args.output, machine, parser)
+    report = earlier_report(args.output, machine_name(args.device), parser)
     for model in args.models:
         for tokens in args.tokens:
             report["runs"].append({"command": shlex.join(["python", *sys.argv])} | measure(model, tokens, args))

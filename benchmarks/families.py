@@ -20,7 +20,6 @@ import copy
 import gc
 import inspect
 import json
-import platform
 import shlex
 import statistics
 import sys
@@ -32,7 +31,7 @@ from unittest import mock
 import torch
 import transformers
 from shapes import split_tokens
-from step import earlier_report, timed
+from step import earlier_report, machine_name, timed
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.integrations import hub_kernels
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -295,8 +294,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="add the results to this JSON file")
     args = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = False
-    machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
-    report = earlier_report(args.output, machine, parser)
+    report = earlier_report(args.output, machine_name(args.device), parser)
     for name in args.families:
         documents = documents_of(args.tokens, args.documents, FAMILIES[name]["vocab_size"])
         run: dict = {"command": shlex.join(["python", *sys.argv]), "family": name, "config": FAMILIES[name]}

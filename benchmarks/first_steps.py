@@ -12,7 +12,6 @@ recording of a CUDA graph. With warm-up, steps should record nothing. Its own re
 import argparse
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ from unittest.mock import patch
 import torch
 from arms import ARMS, make_model
 from shapes import MODELS, with_layers
-from step import earlier_report
+from step import earlier_report, machine_name
 
 from transformers_packed import DataCollatorWithFlattening, use_cuda_graphs, warm_up
 from transformers_packed.models.cuda_graphs import graph_length
@@ -188,8 +187,7 @@ def main() -> int:
         run = train(args.arms[0], with_layers(MODELS[args.models[0]], args.layers), args)
         args.alone.write_text(json.dumps(run))
         return 0
-    machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
-    report, failed = earlier_report(args.output, machine, parser), False
+    report, failed = earlier_report(args.output, machine_name(args.device), parser), False
     for model in args.models:
         for arm in args.arms:
             run = {"command": shlex.join(["python", *sys.argv])} | alone(model, arm, args)

@@ -16,7 +16,6 @@ apart: the same rows in each order, for the held-out loss.
 import argparse
 import json
 import math
-import platform
 import shlex
 import statistics
 import sys
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 from arms import CLASSES, family_of
 from shapes import MODELS
-from step import earlier_report
+from step import earlier_report, machine_name
 from transformers import AutoConfig, set_seed
 
 from transformers_packed import DataCollatorWithFlattening
@@ -198,8 +197,7 @@ def main() -> int:
     elif args.corpus is None:
         parser.error("--corpus or --merge is required")
     else:
-        machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
-        report = earlier_report(args.output, machine, parser)
+        report = earlier_report(args.output, machine_name(args.device), parser)
         report["runs"].append(train(args, parser))
     args.output.write_text(json.dumps(report, indent=1) + "\n")
     return 0

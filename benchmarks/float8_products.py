@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from shapes import MODELS
-from step import earlier_report
+from step import earlier_report, machine_name
 
 from transformers_packed.ops.float8 import DTYPE, cast_rows
 from transformers_packed.ops.float8 import transposed as transposed_cast
@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--output", type=Path, help="add the results to this JSON file")
     args = parser.parse_args()
-    report = earlier_report(args.output, torch.cuda.get_device_name(), parser)
+    report = earlier_report(args.output, machine_name("cuda"), parser)
     for model in args.models:
         measure = measure_experts if model in MIXTURES else measure_layers
         run = {"command": shlex.join(["python", *sys.argv])} | measure(model, args.tokens, args.repeats)

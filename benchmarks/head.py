@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import torch
 from shapes import MODELS
-from step import earlier_report, seconds_of_steps
+from step import earlier_report, machine_name, seconds_of_steps
 
 from transformers_packed.ops import implementations_used, linear_cross_entropy, linear_divergence, linear_logps
 
@@ -108,8 +108,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="add the results to this JSON file")
     args = parser.parse_args()
-    machine = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    report = earlier_report(args.output, machine, parser)
+    report = earlier_report(args.output, machine_name(args.device), parser)
     for model in args.models:
         for trained in (False, True):
             run = {"command": shlex.join(["python", *sys.argv]), "model": model, "tokens": args.tokens}

@@ -54,7 +54,7 @@ from arms import make_model, prepare
 from families import FAMILIES
 from preference import lora_config, make_tokenizer
 from shapes import MODELS, sample_lengths, split_tokens, with_layers
-from step import earlier_report
+from step import earlier_report, machine_name
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from transformers_packed import (
@@ -424,8 +424,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="add the results to this JSON file")
     args = parser.parse_args()
     prepare(args.device)
-    machine = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    report = earlier_report(args.output, machine, parser)
+    report = earlier_report(args.output, machine_name(args.device), parser)
     for name in args.models:
         print(f"{args.task}, {name}", flush=True)
         run = {"command": shlex.join(["python", *sys.argv]), "task": args.task, "model": name}

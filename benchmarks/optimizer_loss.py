@@ -17,7 +17,6 @@ cannot clip, so it has to be compared with AdamW without clipping (`--clip 0`).
 
 import argparse
 import json
-import platform
 import shlex
 import statistics
 import sys
@@ -27,7 +26,7 @@ from pathlib import Path
 import torch
 from float8_loss import load, make_model
 from shapes import MODELS
-from step import earlier_report
+from step import earlier_report, machine_name
 
 from transformers_packed import GradientReleaseCallback, PackedTrainer, PackedTrainingArguments
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
@@ -131,8 +130,7 @@ def main() -> int:
     args = parser.parse_args()
     if OPTIMIZERS[args.optim].releases and args.clip:
         parser.error(f"--optim {args.optim} needs --clip 0")
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
-    report = earlier_report(args.output, machine, parser)
+    report = earlier_report(args.output, machine_name("cuda" if torch.cuda.is_available() else "cpu"), parser)
     for seed in args.seeds:
         report["runs"].append(train(args, seed))
         args.output.write_text(json.dumps(report, indent=1) + "\n")

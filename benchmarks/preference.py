@@ -41,7 +41,7 @@ from types import SimpleNamespace
 import torch
 from arms import make_model, prepare
 from shapes import GROUPS, LORA_LAYERS, MODELS
-from step import earlier_report, profile, seconds_of_steps
+from step import earlier_report, machine_name, profile, seconds_of_steps
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, configure_packing, patch_model
@@ -317,8 +317,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="add the results to this JSON file")
     args = parser.parse_args()
     prepare(args.device)
-    machine = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    report = earlier_report(args.output, machine, parser)
+    report = earlier_report(args.output, machine_name(args.device), parser)
     for model in args.models:
         sizes = {
             "dpo": {"pairs": args.pairs},

@@ -26,7 +26,6 @@ import gc
 import itertools
 import json
 import os
-import platform
 import shlex
 import statistics
 import sys
@@ -255,14 +254,17 @@ def main() -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cuda else "gloo")
     first = dist.get_rank() == 0
-    machine = torch.cuda.get_device_name() if cuda else platform.processor() or "cpu"
-    report = one_gpu.earlier_report(args.output, machine, parser)
+    report = one_gpu.earlier_report(args.output, one_gpu.machine_name(args.device), parser)
     for name in args.models:
         config = one_gpu.MODELS[name]
         start = time.perf_counter()
         model = make_model(config, "ours+qlora" if args.qlora else "ours+lora" if args.lora else "ours", args.device)
         if first:
-            print(f"{machine}, {name} made in {time.perf_counter() - start:.0f} s", one_gpu.versions(), flush=True)
+            print(
+                f"{one_gpu.machine_name(args.device)}, {name} made in {time.perf_counter() - start:.0f} s",
+                one_gpu.versions(),
+                flush=True,
+            )
         rows = [[n] for n in args.one_document or ()] or [one_gpu.sample_lengths("lognormal", args.tokens)]
         for lengths in rows:
             if not measure_row(model, name, lengths, args, report):

@@ -89,7 +89,7 @@ GROUPS = {
     "attention": r"flash_fwd|flash_bwd|flash::|fmha|attention|rotary",
     "loss": r"softmax_minus|cross_entropy|nll|log_softmax|liger_cross",
     "experts": r"groupproblemshape|grouped_|fused_moe|token_aggregation"
-    r"|^_(rows_times_experts|gate_up|weight_gradient|combine|gate_backward_rows|plan|route)\b",
+    r"|^_(rows_times_experts|gate_up|narrow_(rows|gradient)|combine|gate_backward_rows|gather|plan|place|route)\b",
     "norms and gates": r"norm|rms|_gate_|swiglu|silu",
     "matmul": r"gemm|nvjet|cutlass|xmma|wgmma|sm90_|matmul|cublas",
     "routing": r"sort|topk|gather|index|scatter|histogram|bincount",

@@ -271,6 +271,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def machine_name(device: str) -> str:
+    """The name of the GPU, or of the processor."""
+    return torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu"
+
+
 def earlier_report(output: Path | None, machine: str, parser: argparse.ArgumentParser) -> dict:
     """What the JSON file holds of this machine and these versions, to add runs to; a new report if there is no file."""
     report = {"machine": machine, "versions": versions(), "runs": []}
@@ -307,10 +312,12 @@ def main() -> int:
         return 0
     prepare(args.device)
     rates = gemm_rates(args.device)
-    machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
     once, sustained = (rate / 1e12 for rate in rates.values())
-    print(f"{machine}, best matrix product {once:.1f} TFLOP/s, for seconds {sustained:.1f} TFLOP/s", versions())
-    report = earlier_report(args.output, machine, parser)
+    print(
+        f"{machine_name(args.device)}, best matrix product {once:.1f} TFLOP/s, for seconds {sustained:.1f} TFLOP/s",
+        versions(),
+    )
+    report = earlier_report(args.output, machine_name(args.device), parser)
     for model in args.models:
         for tokens in args.tokens:
             for distribution in args.lengths:

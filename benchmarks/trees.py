@@ -41,7 +41,7 @@ from typing import NamedTuple
 import torch
 from arms import make_model, prepare
 from shapes import MODELS
-from step import earlier_report, profile, seconds_of_steps
+from step import earlier_report, machine_name, profile, seconds_of_steps
 
 from transformers_packed import SequenceBoundaries, per_document_logps
 from transformers_packed.ops import implementations_used
@@ -322,7 +322,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="add the results to this JSON file")
     args = parser.parse_args()
     prepare(args.device)
-    report = earlier_report(args.output, torch.cuda.get_device_name() if args.device == "cuda" else "cpu", parser)
+    report = earlier_report(args.output, machine_name(args.device), parser)
     model, runs = make_model(MODELS[args.model], "ours+lora", args.device), []
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

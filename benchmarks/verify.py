@@ -15,7 +15,6 @@ import contextlib
 import io
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -27,7 +26,7 @@ import torch
 from arms import make_model, with_lora
 from first_steps import CACHES, synchronize
 from shapes import MODELS, with_layers
-from step import earlier_report
+from step import earlier_report, machine_name
 from transformers import TrainerCallback
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments
@@ -198,8 +197,7 @@ def main() -> int:
         return 0
     if not args.arms[0].startswith("cold"):
         parser.error("the first arm fills the caches, so it has to be a cold one")
-    machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
-    report, failed = earlier_report(args.output, machine, parser), False
+    report, failed = earlier_report(args.output, machine_name(args.device), parser), False
     for model in args.models:
         with tempfile.TemporaryDirectory() as folder:
             for number, arm in enumerate(args.arms):
