@@ -11,12 +11,11 @@ PAGE = Path(__file__).parent / "reference" / "cli.md"
 INTRODUCTION = """\
 # Command line
 
-`transformers-packed` is installed with the package; `python -m transformers_packed.cli` runs the same program.
-`transformers-packed COMMAND --help` prints the options below, and `transformers-packed --version` the
-version. [The command line](../how_to/command_line.md) shows how to use the commands.
+`transformers-packed COMMAND --help` prints the options below. `python -m transformers_packed.cli` runs the same program.
+[Fine-tune from the command line](../how_to/command_line.md) shows how to use it.
 
-A command exits with status 0 on success, 1 after a failure, 2 after wrong arguments, 130 after Ctrl-C and 141 if its
-output is no longer read. `audit` has its own [exit statuses](#transformers-packed-audit).
+The exit status is 0 on success, 1 after a failure, 2 after wrong arguments, 130 after Ctrl-C and 141 if the output is no
+longer read. `audit` has [its own](#transformers-packed-audit).
 
 | command | purpose |
 |---|---|

@@ -49,6 +49,8 @@ COLUMNS = {
     ("ours", "all"): "`patch_model`, all",
 }
 MODELS = {"builtin": "stock", "ours": "`patch_model`"}
+# Columns of the table with the types that are always isolated.
+WIDTH = 3
 # What the refusals of `patch_model`, and the errors of stock classes, have in common.
 FRAME = re.compile(r"^ValueError: (expected a causal language model of a family that can be packed, got \w+: )?")
 VERDICTS = ("isolated", "isolated by unpacking", "leaks", "refused", "not built")
@@ -303,14 +305,22 @@ def to_markdown(matrix: dict[str, Any]) -> str:
         *(_row(verdict, *(found[column][verdict] or "" for column in COLUMNS)) for verdict in VERDICTS),
         "",
         '<div class="matrix" markdown>\n',
-        _row("type and class", *MODELS.values()),
-        "|---" * (len(MODELS) + 1) + "|",
     ]
+    alone, others = [], []
     for name, entry in sorted(matrix["types"].items()):
         if "not_built" in entry:
-            lines.append(_row(f"`{name}`", f"not built: {entry['not_built']}", "not built"))
+            others.append(_row(f"`{name}`", f"not built: {entry['not_built'].partition('. ')[0]}", "not built"))
+            continue
+        title, cells = f"`{name}`<br>`{entry['class']}`", [_cell(entry[model]) for model in MODELS]
+        if cells == ["isolated", "isolated"]:
+            alone.append(title)
         else:
-            lines.append(_row(f"`{name}`<br>`{entry['class']}`", *(_cell(entry[model]) for model in MODELS)))
+            others.append(_row(title, *cells))
+    lines += [_row("type and class", *MODELS.values()), "|---" * (len(MODELS) + 1) + "|", *others]
+    if alone:
+        lines += ["\nThese are isolated as stock and after `patch_model`:\n", _row(*["type and class"] * WIDTH)]
+        alone += [""] * (-len(alone) % WIDTH)
+        lines += ["|---" * WIDTH + "|", *(_row(*alone[i : i + WIDTH]) for i in range(0, len(alone), WIDTH))]
     return "\n".join([*lines, "", "</div>"]) + "\n"
 
 
@@ -323,7 +333,8 @@ def _cell(found: dict[str, dict[str, str]]) -> str:
 def _verdict(found: dict[str, str]) -> str:
     if found["verdict"] == "leaks":
         return f"leaks: `{found['module']}` ({found['kind']})"
-    reason = FRAME.sub("", found.get("reason", "")).removesuffix(". Use padded batches.")
+    # What to do follows in sentences of its own.
+    reason = FRAME.sub("", found.get("reason", "")).partition(". ")[0]
     return f"{found['verdict']}: {reason}" if reason else found["verdict"]
 
 

@@ -7,20 +7,23 @@ CHUNK = 64
 LENGTHS = (150, 100)
 SCALE = 1.1875  # of a full chunk: its square is 76 wide
 GAP, MARGIN = 28, 52
-TOP = 112
+TOP = 142
 
 
 def main() -> None:
     picture = Picture(
         352, "Chunks of 64 tokens: masked products inside, a state from chunk to chunk, zero at each document's start"
     )
-    picture.text(24, 42, "Chunks of 64, restarted in each document", 25, font_weight="700")
+    picture.caption(
+        f"The gated delta rule in chunks of {CHUNK} tokens",
+        "Each document of a packed row starts with a state of zero",
+    )
     x = MARGIN
     for n, length in enumerate(LENGTHS):
         color = DOCUMENTS[n]
         if n:
             boundary = x - GAP / 2 + 6
-            picture.line(boundary, 66, boundary, 268, INK, 2.5, stroke_dasharray="6 5")
+            picture.line(boundary, 98, boundary, 258, INK, 2.5, stroke_dasharray="6 5")
             x += 44
         start = x
         picture.text(x - 40, TOP + 49, "0", 24, GREEN, font_weight="700")
@@ -36,7 +39,7 @@ def main() -> None:
             x += side + GAP
         middle = (start + x - GAP) / 2
         words = f"document {n + 1} ({length})"
-        picture.text(middle, 90, words, 20, color, text_anchor="middle", font_weight="600")
+        picture.text(middle, 122, words, 20, color, text_anchor="middle", font_weight="600")
     legend(picture)
     picture.write(__file__)
 

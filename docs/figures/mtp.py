@@ -8,18 +8,20 @@ ROW = (("a", 5), ("b", 4))
 LEFT, STEP, BOX, HEIGHT = 144, 53, 48, 38
 TINTS = ("#d6e4f7", "#f6dfc6")
 NOTHING = "#eef1f4"
-TOKENS, STATES, NEXT, LAYER, TARGETS = 66, 130, 176, 236, 296
+TOKENS, STATES, NEXT, LAYER, TARGETS = 96, 160, 206, 266, 326
 # The column that is outlined, from 0.
 EXAMPLE = 0
 
 
 def main() -> None:
     picture = Picture(
-        424,
+        454,
         "Each row of the head reads the hidden state of a token and the embedding of the next one, and predicts the token "
         "after it; the last two rows of a document have no target",
     )
-    picture.text(24, 42, "Two tokens ahead, within the document", 25, font_weight="700")
+    picture.caption(
+        "Multi-token prediction in a packed row", "The head predicts two tokens ahead, never across documents"
+    )
     tracks = (TOKENS, "tokens"), (STATES, "state"), (NEXT, "next token"), (LAYER, "head"), (TARGETS, "predicts")
     for y, words in tracks:
         picture.text(24, y + 26, words, 19, MUTED)
@@ -33,8 +35,8 @@ def main() -> None:
     picture.rect(left, top, BOX + 10, TARGETS + HEIGHT + 6 - top, "none", 8, stroke=GREEN, stroke_width=3)
     letter = ROW[0][0]
     words = f"reads h{EXAMPLE + 1} and {letter}{EXAMPLE + 2}, predicts {letter}{EXAMPLE + 3}"
-    picture.text(24, 376, f"One row of the head: {words}", 20, GREEN, font_weight="600")
-    picture.text(24, 404, "A document's last two rows have no target.", 20, MUTED)
+    picture.text(24, 406, f"One row of the head: {words}", 20, GREEN, font_weight="600")
+    picture.text(24, 434, "A document's last two rows have no target.", 20, MUTED)
     picture.write(__file__)
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from svg import GREEN, MUTED, Picture
+from svg import GREEN, Picture
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "mtp_acceptance.json"
@@ -19,18 +19,17 @@ def main() -> None:
         84 + 62 * len(TEXTS) + 42 * len(TEXTS) * len(stages),
         "First drafts that the model accepts on held-out text: fewer after fine-tuning without the head, more after training it",
     )
-    picture.text(24, 44, "Accepted first drafts, held-out text", 25, font_weight="700")
-    picture.text(24, 74, "A small model after each of three stages of training", 20, MUTED)
+    detail = "First drafts of a small model, after each training stage"
+    picture.caption("Accepted drafts of multi-token prediction", detail)
     y = 74
     for text, title in TEXTS.items():
         y += 48
-        picture.text(24, y, f"Drafts in {title}", 21, font_weight="600")
+        picture.text(24, y, f"Held-out {title}", 21, font_weight="600")
         y += 14
         for stage, color in zip(stages, COLORS, strict=True):
             share = stage["held_out"][text]["accepted"][0]
             # "trunk alone on C++": what trained, and on what.
-            what, _, on = stage["stage"].rpartition(" on ")
-            picture.text(24, y + 24, f"{what}, {on}", 19)
+            picture.text(24, y + 24, f"{'then ' * (stage is not stages[0])}{stage['stage']}", 19)
             picture.rect(LEFT, y, share * WIDEST, 32, color, 3)
             last = stage is stages[-1]
             picture.text(

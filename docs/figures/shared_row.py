@@ -10,15 +10,16 @@ ANSWERS = (("A", 0, 3), ("B", 0, 4), ("C", 1, 3), ("D", 1, 2))
 WINDOW = 3
 TINTS = ("#d6e4f7", "#f6dfc6")
 PADDING = "#eef1f4"
-ROWS, ROW, TRACKS = 64, 262, 348
+ROWS, ROW, TRACKS = 94, 292, 378
 
 
 def main() -> None:
     padded, real, once = count()
     picture = Picture(
-        466, "A padded batch repeats each prompt; the packed row has it once, and each answer continues its own prompt"
+        496, "A padded batch repeats each prompt; the packed row has it once, and each answer continues its own prompt"
     )
-    picture.text(LEFT, 42, "Each prompt once, before its answers", 25, font_weight="700")
+    detail = f"Each prompt once, before its answers: {once} tokens, not {padded}"
+    picture.caption("Prompts with several answers in a packed row", detail)
     draw_batch(picture)
     x = LEFT + (max(PROMPTS) + longest()) * UNIT + 26
     picture.text(x, ROWS + 52, "padded batch:", 20, MUTED)

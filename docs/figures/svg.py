@@ -71,6 +71,11 @@ class Picture:
         place = f'x="{_number(x)}" y="{_number(y)}" font-size="{size}" fill="{color}"'
         self.parts.append(f"<text {place}{_written(attributes)}>{escape(words)}</text>")
 
+    def caption(self, title: str, detail: str) -> None:
+        """Two lines that say what the picture shows, for readers who see nothing else of the page."""
+        self.text(24, 42, title, 25, font_weight="700")
+        self.text(24, 72, detail, 20, MUTED)
+
     def write(self, script: str) -> None:
         """Write the picture beside its script, under the script's name."""
         Path(script).with_suffix(".svg").write_text("\n".join([*self.parts, "</svg>", ""]), encoding="utf-8")

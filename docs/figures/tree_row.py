@@ -17,14 +17,15 @@ TURNS = (
 LENGTHS = {name: length for name, length, _, _ in TURNS}
 PARENTS = {name: parent for name, _, parent, _ in TURNS}
 READER, WINDOW = "D", 3
-TREE, BRANCH, ROW, TRACKS = 64, 28, 272, 400
+TREE, BRANCH, ROW, TRACKS = 94, 28, 302, 430
 
 
 def main() -> None:
     picture = Picture(
-        516, "A tree of seven turns; the packed row has each turn once, and turn D reads P, A and itself"
+        546, "A tree of seven turns; the packed row has each turn once, and turn D reads P, A and itself"
     )
-    picture.text(LEFT, 42, "Each turn once, after those it continues", 25, font_weight="700")
+    detail = f"Each turn once, after those it continues: {sum(LENGTHS.values())} tokens, not {separate_tokens()}"
+    picture.caption("A tree of turns in a packed row", detail)
     right = draw_tree(picture)
     picture.text(right + 24, TREE + 60, "as four samples:", 20, MUTED)
     picture.text(right + 24, TREE + 86, f"{separate_tokens()} tokens", 20, MUTED)

@@ -135,6 +135,7 @@ def refusal(kind):
 class UnavailableTest(CommandsTest):
     def setUp(self):
         self.enterContext(mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", False))
+        self.enterContext(mock.patch("transformers_packed.cli.early._fails_at_once", lambda url: False))
 
     def check(self, name, reason, source="nobody/nothing"):
         kinds = f"{'a model type, ' * (name == 'audit')}a local directory or a model on the Hub"

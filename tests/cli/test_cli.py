@@ -119,7 +119,7 @@ class CommandLineTest(unittest.TestCase):
             *("env", "doctor", "doctor --model m --json", "audit llama", "demo", "warmup --model m --row-length 9"),
             f"plan --data {self.root}/data.jsonl --row-length 9",
             "memory --model m --gpus 2 --gpu-memory 9 --row-length 9",
-            "train --model m --data d --output o",
+            f"train --model {self.root} --data d --output o",
         ]
         stdout, stderr = self.until_torch("KeyboardInterrupt", commands)
         self.assertEqual(re.findall(r"^\d+$", stdout, re.MULTILINE), ["130"] * len(commands))

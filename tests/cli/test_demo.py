@@ -1,15 +1,21 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import sysconfig
+import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
-from common.processes import run_cli_module
+from common.processes import CliModule
 
 from transformers_packed import cli
-from transformers_packed.cli import arms, demo, demo_data
+from transformers_packed.cli import arms, demo, demo_arms, demo_data
 from transformers_packed.cli.demo_data import read_pairs, tokenize, train_tokenizer
 
 
@@ -110,7 +116,7 @@ def test_tokenize(tmp_path):
 def test_demo(tmp_path, monkeypatch, capfd):
     some_sources = Path(sysconfig.get_paths()["stdlib"]) / "email"
     monkeypatch.setattr(demo_data, "read_pairs", lambda: read_pairs(some_sources))
-    monkeypatch.setattr(arms, "run_module", run_cli_module)
+    monkeypatch.setattr(arms, "start_module", CliModule)
     status = cli.main(["demo", "--output", str(tmp_path / "new"), "--samples=24", "--steps=3", "--batch-size=4"])
     output = capfd.readouterr().out
     print(output)
@@ -139,6 +145,70 @@ def test_demo(tmp_path, monkeypatch, capfd):
         assert any(line.split()[:1] == [op] for line in lines)
 
 
+def test_turns(tmp_path, monkeypatch):
+    """One arm trains at a time, and its seconds are those of its own turns."""
+    found, seconds, steps, clock = [], {}, 5, {"padded": 0, "packed": 0}
+    monkeypatch.setattr(demo_arms, "time", SimpleNamespace(perf_counter=lambda: sum(clock.values())))
+
+    def train(arm):
+        turns = demo_arms.Turns(arm, tmp_path)
+        turns.on_train_begin(None, None, None)
+        for step in range(1, steps + 1):
+            found.append((arm, "begins"))
+            clock[arm] += 3 if arm == "padded" else 1
+            time.sleep(0.02)  # long enough for another arm to do something out of turn
+            found.append((arm, "ends"))
+            turns.on_step_end(None, SimpleNamespace(global_step=step, max_steps=steps), None)
+        turns.on_train_end(None, None, None)
+        found.append((arm, "is done"))
+        seconds[arm] = turns.seconds
+
+    for arm in arms.ARMS:
+        os.mkfifo(arms.pipe_of(tmp_path, arm))
+    threads = [threading.Thread(target=train, args=[arm], daemon=True) for arm in arms.ARMS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    turn = {arm: [(arm, "begins"), (arm, "ends")] * demo_arms.STEPS_PER_TURN for arm in arms.ARMS}
+    last = [*turn["padded"][:2], *turn["packed"][:2]]
+    assert found[:-2] == [*turn["padded"], *turn["packed"]] * 2 + last
+    assert sorted(found[-2:]) == [("packed", "is done"), ("padded", "is done")]
+    assert seconds == clock == {"padded": 15, "packed": 5}
+
+
+def start_processes(monkeypatch, **codes):
+    """Let the arms be processes that run these programs. Returns where they are added."""
+    started = []
+
+    def start(module, arm, work):
+        started.append(subprocess.Popen([sys.executable, "-c", codes[arm]]))
+        return started[-1]
+
+    monkeypatch.setattr(arms, "start_module", start)
+    return started
+
+
+FOREVER = "import time; time.sleep(600)"
+
+
+@pytest.mark.parametrize("failing", ["padded", "packed"])
+def test_an_arm_that_fails(tmp_path, monkeypatch, failing):
+    """The other one would wait for its turn."""
+    started = start_processes(monkeypatch, **dict.fromkeys(arms.ARMS, FOREVER) | {failing: "exit(3)"})
+    with pytest.raises(ChildProcessError, match=f"the process for '{failing}' ended with status 3"):
+        arms.run_in_turns("demo_arms", tmp_path, {})
+    assert None not in [process.returncode for process in started]
+
+
+def test_an_interrupt(tmp_path, monkeypatch):
+    started = start_processes(monkeypatch, **dict.fromkeys(arms.ARMS, FOREVER))
+    monkeypatch.setattr(arms, "time", SimpleNamespace(sleep=mock.Mock(side_effect=KeyboardInterrupt)))
+    with pytest.raises(KeyboardInterrupt):
+        arms.run_in_turns("demo_arms", tmp_path, {})
+    assert None not in [process.returncode for process in started]
+
+
 def test_different_losses_fail(tmp_path, monkeypatch, capsys):
     results = {"padded": RESULT, "packed": {**RESULT, "losses": [2.0, 1.01]}}
     assert demo.loss_difference(results) == pytest.approx(0.01)
@@ -146,12 +216,13 @@ def test_different_losses_fail(tmp_path, monkeypatch, capsys):
     nan = {"padded": RESULT, "packed": {**RESULT, "losses": [2.0, float("nan")]}}
     assert not demo.loss_difference(nan) < demo.LOSS_TOLERANCE
 
-    def write_result(module, arm, work, limit):
+    def write_result(module, arm, work):
         assert module == "demo_arms"
         (Path(work) / f"{arm}.json").write_text(json.dumps(results[arm]))
+        return mock.Mock(poll=lambda: 0)
 
     monkeypatch.setattr(demo, "prepare_samples", lambda *args: None)
-    monkeypatch.setattr(arms, "run_module", write_result)
+    monkeypatch.setattr(arms, "start_module", write_result)
     assert cli.main(["demo", "--output", str(tmp_path)]) == 1
     assert "FAILED: the losses of the two arms differ" in capsys.readouterr().err
 
@@ -159,7 +230,7 @@ def test_different_losses_fail(tmp_path, monkeypatch, capsys):
 def test_no_picture_without_matplotlib(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     monkeypatch.setattr(demo, "prepare_samples", lambda *args: None)
-    monkeypatch.setattr(demo, "run_arms", lambda *args: {"padded": RESULT, "packed": RESULT})
+    monkeypatch.setattr(demo, "run_in_turns", lambda *args: {"padded": RESULT, "packed": RESULT})
     assert cli.main(["demo", "--output", str(tmp_path)]) == 0
     assert "draws no picture: pip install matplotlib" in capsys.readouterr().out
     assert os.listdir(tmp_path) == []

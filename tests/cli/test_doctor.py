@@ -1,9 +1,11 @@
 """`transformers-packed doctor` on machines and models of all kinds. Verifiers see tensors that claim to be on a GPU."""
 
 import contextlib
+import io
 import json
 import tempfile
 import unittest
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from safetensors.torch import save_file
 from scripts.trainer_arms import TINY
 from transformers import BertConfig, PreTrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, ViTConfig
 
-from transformers_packed import SequenceBoundaries
+from transformers_packed import SequenceBoundaries, cli
 from transformers_packed.cli import diagnosis, env
 from transformers_packed.ops import dense_attention, dispatch
 from transformers_packed.ops.backends import fla, flash_qla, triton
@@ -137,6 +139,27 @@ class MachineTest(unittest.TestCase):
         ):
             stdout = doctor(status=1)
         self.assertEqual(sections(stdout)["Problems"][1], command)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class PhasesTest(unittest.TestCase):
+    """What is printed while torch, Transformers and our models are imported."""
+
+    def test_on_a_terminal(self):
+        expected = ["Importing torch ...", "Importing transformers ...", "Checking models and ops ..."]
+        with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(Terminal()) as stderr:
+            cli.main(["doctor", "--json"])
+        self.assertEqual(stderr.getvalue().splitlines(), expected)
+        self.assertIn("ops", json.loads(stdout.getvalue()))
+
+    def test_the_environment_comes_first(self):
+        with mock.patch.object(diagnosis, "diagnose", side_effect=ValueError("no diagnosis")):
+            found = run_command("doctor")
+        self.assertEqual(found, (1, f"{env.describe_environment()}\n", "transformers-packed doctor: no diagnosis\n"))
 
 
 class ModelTest(unittest.TestCase):

@@ -47,10 +47,13 @@ sys.exit(cli.main())
 """
 # The start of every line of `train --lora`.
 TRAIN = (
-    "Loading ",
+    "Importing torch and transformers ...",
+    "Reading chats.jsonl ...",
     "6 samples (messages) with ",
+    "Loading model ...",
     "Padding-free on: ",
     "Qwen3_5ForCausalLM with LoRA from ",
+    "Verifying packing ...",
     "Verified packing on ",
     "1 step, rows of up to 8 samples",
     "step 1/1, epoch ",

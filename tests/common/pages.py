@@ -1,11 +1,11 @@
 """Find the code blocks in the Markdown of the documentation, and run them.
 
 As a script, `python pages.py FOLDER [PAGE]`, it runs the `python` blocks of a page in the folder, which has the files
-that a reader has: a tiny checkpoint under the name of a real one, and small data. Without a page it creates these files.
+that a reader has: a tiny checkpoint under the name of a real one, and the data in `examples/`. Without a page it creates
+these files.
 """
 
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -26,9 +26,6 @@ OTHER_CHECKPOINTS = {
     "ibm-granite/granite-4.0-h-micro": "granitemoehybrid",
     "moonshotai/Kimi-Linear-48B-A3B-Instruct": "kimi_linear",
 }
-# The first of them are the `chats.jsonl` of the pages.
-CHATS = ROOT / "examples" / "chats.jsonl"
-RECORDS = 12
 # Stop a page that blocks.
 SECONDS = 60
 
@@ -91,19 +88,9 @@ def make_files(folder: Path) -> None:
         tiny_model(family, vocab_size=len(tokenizer)).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     write(tiny_model("qwen3_next", vocab_size=len(tokenizer)), str(folder / QUANTIZED), "awq")
-    chats = CHATS.read_text(encoding="utf-8").splitlines(keepends=True)
     (folder / "examples").mkdir()
-    for name in ("chats.jsonl", "examples/chats.jsonl"):
-        (folder / name).write_text("".join(chats[:RECORDS]), encoding="utf-8")
-    sums, preferences = examples.chats(RECORDS), examples.preferences(RECORDS)
-    texts = [" ".join(message["content"] for message in row["messages"]) for row in sums]
-    documents = [tokenizer(text)["input_ids"] for text in texts]
-    for name, rows in (
-        ("texts", ({"text": text} for text in texts)),
-        ("preferences", preferences),
-        ("documents", ({"input_ids": tokens, "labels": [-100, *tokens[1:]]} for tokens in documents)),
-    ):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for path in (ROOT / "examples").glob("*.jsonl"):
+        shutil.copy(path, folder / "examples")
 
 
 def _with_head(made: str, folder: Path) -> None:

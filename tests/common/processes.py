@@ -17,6 +17,7 @@ import runpy
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import cache
@@ -217,6 +218,34 @@ def run_cli_module(module: str, *arguments: str, limit: float | None = None) -> 
     print(done.stdout)
     if done.status:
         raise ChildProcessError(done.stderr)
+
+
+class CliModule:
+    """What `start_module` of the commands returns, for a process that need not import anything."""
+
+    def __init__(self, *command: str):
+        self._status: int | None = None
+        self._thread = threading.Thread(target=self._run, args=command)
+        self._thread.start()
+
+    def _run(self, *command: str) -> None:
+        try:
+            run_cli_module(*command)
+            self._status = 0
+        except ChildProcessError as error:
+            print(error, file=sys.stderr)
+            self._status = 1
+
+    def poll(self) -> int | None:
+        """The exit status, or `None` while the process runs."""
+        return self._status
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self._thread.join()
+
+    def kill(self) -> None:
+        """Do nothing: in these tests, nobody kills a process that runs."""
 
 
 def _run_as_main(path: str, arguments: tuple, folder: str, environment: dict, written: str) -> None:

@@ -12,7 +12,7 @@ from transformers_packed import cli
 from transformers_packed.models.releases import TESTED
 
 
-AUDIT = pages.ROOT / "docs" / "how_to" / "audit.md"
+AUDIT = pages.ROOT / "docs" / "how_to" / "check_your_setup.md"
 
 
 def lines(text: str) -> list[str]:

@@ -40,6 +40,24 @@ WITH_PYTHON = [
     for name, text in PAGES.items()
     if any(block.language == "python" and block.not_run is None for block in pages.blocks(text))
 ]
+# The loop of the same page, written with `Trainer`, saves this checkpoint.
+AS_TRAINER = """
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers_packed import DataCollatorWithFlattening, PackingDataset, patch_model
+from transformers_packed.data.records.samples import make_samples, read_records
+
+tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3.5-0.8B")
+samples = make_samples(read_records("examples/chats.jsonl"), tokenizer, max_length=1024).data
+rows = PackingDataset(samples, max_length=1024, gradient_accumulation_steps=2)
+model = patch_model(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3.5-0.8B", dtype="float32"))
+args = TrainingArguments(
+    "checkpoints", num_train_epochs=2, per_device_train_batch_size=1, gradient_accumulation_steps=2, learning_rate=2e-5,
+    lr_scheduler_type="constant", train_sampling_strategy="sequential", report_to="none"
+)
+collator = DataCollatorWithFlattening(model=model, return_boundaries=True)
+Trainer(model, args, train_dataset=rows, data_collator=collator).train()
+model.save_pretrained("tuned_by_trainer")
+"""
 # Scripts that readers write themselves.
 OWN_SCRIPTS = {"train.py", "two_processes.py"}
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
@@ -78,6 +96,8 @@ def commands(text: str):
 
 def wrong_with(words: list[str]) -> str | None:
     """Return the error if a command would fail immediately, as far as this is detectable."""
+    if missing := [word for word in words if word.startswith("examples/") and not (pages.ROOT / word).is_file()]:
+        return f"there is no {missing[0]}"
     if "transformers-packed" in words:
         stderr = io.StringIO()
         with redirect_stderr(stderr):
@@ -120,18 +140,22 @@ class PagesTest(unittest.TestCase):
 class ScriptsTest(unittest.TestCase):
     """What other tests cannot run: scripts that start in several processes."""
 
-    def test_two_processes_train_as_one(self):
+    def test_two_processes_and_trainer_train_as_the_loop(self):
         page = "docs/how_to/own_loop.md"
         (script,) = [block.code for block in pages.blocks(PAGES[page]) if block.not_run == TWO_PROCESSES]
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             shutil.copytree(files().name, folder, dirs_exist_ok=True)
-            (folder / "two_processes.py").write_text(script, encoding="utf-8")
-            for path, arguments, processes in ((SCRIPT, (name, page), 1), (folder / "two_processes.py", (), 2)):
+            both, trainer = folder / "two_processes.py", folder / "as_trainer.py"
+            both.write_text(script, encoding="utf-8")
+            trainer.write_text(AS_TRAINER, encoding="utf-8")
+            for path, arguments, processes in ((SCRIPT, (name, page), 1), (both, (), 2), (trainer, (), 1)):
                 done = run_script(path, *arguments, processes=processes, folder=folder, CUDA_VISIBLE_DEVICES="")
                 self.assertFalse(any(one.status for one in done), [one.stderr[-3000:] for one in done])
-            alone, shared = (load_file(folder / name / "model.safetensors") for name in ("tuned", "tuned_by_two"))
-        torch.testing.assert_close(shared, alone, rtol=1e-4, atol=1e-6)
+            folders = "tuned", "tuned_by_two", "tuned_by_trainer"
+            alone, *others = (load_file(folder / name / "model.safetensors") for name in folders)
+        for other in others:
+            torch.testing.assert_close(other, alone, rtol=1e-4, atol=1e-6)
 
     def test_two_processes_on_a_cpu_share_the_samples(self):
         variables = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}

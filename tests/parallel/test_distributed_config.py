@@ -57,8 +57,8 @@ NO_EXPERTS, ONE_BACKWARD, SPLIT = "no `ep_plan`", "one backward per step", "adap
 PEFT_EXPERTS, PEFT_4BIT = "'ParamWrapper' object has no attribute", "no attribute 'compress_statistics'"
 REASONS = {
     NO_EXPERTS: "no experts",
-    ONE_BACKWARD: "refused: several backwards",
-    SPLIT: "refused: split layers",
+    ONE_BACKWARD: "several backwards",
+    SPLIT: "split layers",
     PEFT_EXPERTS: "PEFT cannot",
     PEFT_4BIT: "PEFT cannot",
 }

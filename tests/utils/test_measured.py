@@ -48,16 +48,16 @@ class MeasuredPagesTest(unittest.TestCase):
             path.write_text(json.dumps(results), encoding="utf-8")
             result = self.check(Path(folder))
         self.assertNotEqual(result.returncode, 0)
-        self.assertIn("cpu_step.md: differs from benchmarks/", result.stderr)
+        self.assertIn("planning.md: differs from benchmarks/", result.stderr)
 
     def test_a_figure_that_no_result_has(self):
         with tempfile.TemporaryDirectory() as folder:
             copytree(ROOT / "benchmarks" / "pages", folder, dirs_exist_ok=True)
-            with Path(folder, "cpu_step.md").open("a", encoding="utf-8") as page:
+            with Path(folder, "planning.md").open("a", encoding="utf-8") as page:
                 page.write("{{ cpu_step.results.ration }}")
             result = self.check(ROOT / "benchmarks" / "results", "--templates", folder)
         self.assertNotEqual(result.returncode, 0)
-        self.assertIn("cpu_step.md", result.stderr)
+        self.assertIn("planning.md", result.stderr)
         self.assertRegex(result.stderr, "UndefinedError: .*ration")
 
     @parameterized.expand(PICTURES)

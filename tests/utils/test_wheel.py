@@ -58,7 +58,7 @@ class MetadataTest(unittest.TestCase):
         text = arguments_of_setup()["long_description"]
         self.assertNotIn("<img", text)
         self.assertEqual([link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith("https:")], [])
-        self.assertIn("| examples/trainer.py, how-to |", text)
+        self.assertIn("| Trainer, examples/trainer.py |", text)
 
 
 @pytest.mark.slow

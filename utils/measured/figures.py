@@ -1,5 +1,6 @@
 """How the pages of measurements select runs from the JSON, and how they write figures."""
 
+import re
 import sys
 from decimal import ROUND_HALF_UP, Decimal
 
@@ -27,6 +28,18 @@ def differences(values: list[float], base: list[float]) -> list[float]:
     return [abs(value / other - 1) for value, other in zip(values, base, strict=True)]
 
 
+def tests_that(outcome: dict | str, what: str) -> int:
+    """Return how many tests of a run passed or failed. Some outcomes are text, such as `25 passed`."""
+    if isinstance(outcome, str):
+        return sum(int(number) for number in re.findall(rf"(\d+) {what}", outcome))
+    return outcome[what]
+
+
+def differs_most(values: list[float], base: list[float], without: int) -> float:
+    """Return the largest relative difference of steps from those of another run, without one of them."""
+    return max(x for step, x in enumerate(differences(values, base), start=1) if step != without)
+
+
 def span(shares: list[float], digits: int = 2) -> str:
     """Write the lowest and the highest share in percent."""
     low, high = (fixed(100 * x, digits) for x in (min(shares), max(shares)))
@@ -47,8 +60,14 @@ def find(runs: list[dict], *arms: str, **wanted) -> list[dict]:
     return [
         run
         for run in runs
-        if all(arm in run["arms"] for arm in arms) and all(run.get(name) == x for name, x in wanted.items())
+        if all(arm in run.get("arms", ()) for arm in arms) and all(run.get(name) == x for name, x in wanted.items())
     ]
+
+
+def last_of_each(runs: list[dict], *names: str) -> list[dict]:
+    """Return the last run of those with the same values of these names, small shapes first."""
+    last = {tuple(run.get(name) or None for name in names): run for run in runs}
+    return sorted(last.values(), key=lambda run: (other_tools.size(run["model"]), run["tokens"]))
 
 
 def spread(runs: dict | list, name: str) -> list:
@@ -80,25 +99,18 @@ def as_expected(launch: dict) -> bool:
     return launch["status"] != "failed" and all(check["passed"] for check in launch.get("checks", {}).values())
 
 
-def outcome(launch: dict) -> str:
-    """Write what the checks of a launch found, or its error."""
-    if launch["status"] != "ok":
-        error = " ".join(launch["error"].split()).replace("|", "\\|")
-        return f"{launch['status']}: {error[:300]}"
-    checks = launch.get("checks", {}).items()
-    return "; ".join(checked(name, check) for name, check in checks if name != "losses are finite") or "finite losses"
+def largest_checked(launches: list[dict], figure: str) -> str:
+    """Write the largest difference of a figure, such as `losses of`, that the checks of these launches found."""
+    checks = [check for launch in launches for check in launch.get("checks", {}).items()]
+    return percent(max(found), 2) if (found := [x["largest"] for name, x in checks if name.startswith(figure)]) else ""
 
 
-def checked(name: str, check: dict) -> str:
-    if "exit_status" in check:
-        text = f"exit status {check['exit_status']} after {fixed(check['seconds'], 1)} s, {check['cause']}"
-    elif "before" in check:
-        text = f"loss of the saved model {fixed(check['loss'], 3)}, before {fixed(check['before'], 3)}"
-    elif "largest" in check:
-        text = f"{name} within {percent(check['largest'], 2)}"
-    else:
-        text = f"{name}: {'the same' if check['passed'] else check.get('reason', 'others')}"
-    return text if check["passed"] else f"**fails**: {text}"
+def one_of_each(commands: list[str]) -> list[str]:
+    """Return the first command of each script and launcher."""
+    first = {}
+    for command in commands:
+        first.setdefault(tuple(re.findall(r"\b(?:accelerate|torchrun|python|[\w/]+\.py)\b", command)), command)
+    return list(first.values())
 
 
 def require(condition: bool, message: str) -> str:
@@ -154,7 +166,11 @@ FORMATS = {
     "span": span,
     "kernels": kernels,
     "across": across,
-    "outcome": outcome,
+    "largest_checked": largest_checked,
+    "differs_most": differs_most,
+    "tests_that": tests_that,
+    "one_of_each": one_of_each,
+    "list_values": lambda found: list(found.values()),
     "tool_name": other_tools.TOOLS.get,
     "ms": lambda value: f"{fixed(value)} ms",
     "seconds": lambda value, digits=0: f"{fixed(value, digits)} s",
@@ -171,6 +187,7 @@ TESTS = {
 }
 SELECTIONS = {
     "find": find,
+    "last_of_each": last_of_each,
     "spread": spread,
     "change": change,
     "differences": differences,

@@ -59,13 +59,8 @@ def in_halves(run: dict) -> bool:
 
 
 def title(key: Cell) -> str:
-    length = {
-        "sft": f"{key.tokens:,} tokens in {key.documents} document{'s' * (key.documents > 1)}",
-        "dpo": f"{key.documents // 2} pairs of {key.tokens:,} tokens",
-        "grpo": f"{key.documents} answers of {key.tokens:,} tokens",
-    }[key.task]
     task = key.task.upper() if key.task != "sft" else ""
-    return ", ".join(filter(None, (key.model, task, training(key), length, gpu(key.machine))))
+    return ", ".join(filter(None, (key.model, task, training(key))))
 
 
 def training(key: Cell) -> str:
@@ -86,15 +81,16 @@ def gpu(machine: str) -> str:
 
 
 def rows(cells: dict[Cell, dict[str, dict]]) -> list[dict]:
-    """Return a row for each tool of each cell. It has the step of `ours` in its cell, if both were measured."""
-    found = []
-    for key, runs in cells.items():
-        ours = runs.get("ours", {}).get("step_ms")
-        for tool in TOOLS:
-            if tool in runs or tool in EXPECTED:
-                run = runs.get(tool, {})
-                found.append({"cell": title(key), "tool": label(tool, run), "run": run, "ours": ours})
-    return found
+    """Return a row for each cell, with the steps of all tools."""
+    return [
+        {
+            "name": title(key),
+            "tokens": key.tokens,
+            "gpu": gpu(key.machine),
+            "steps": {tool: run for tool, run in runs.items() if "step_ms" in run},
+        }
+        for key, runs in cells.items()
+    ]
 
 
 def ratios(cells: dict[Cell, dict[str, dict]]) -> dict[str, dict[str, list[float]]]:
@@ -118,6 +114,17 @@ def kind(key: Cell, run: dict) -> str:
     return " ".join(filter(None, parts))
 
 
+def losses_apart(cells: dict[Cell, dict[str, dict]]) -> float:
+    """Return the largest relative difference of a logged loss from that of ours, in fine-tuning without FP8."""
+    found = [0.0]
+    for key, runs in cells.items():
+        ours = runs.get("ours", {}).get("losses", {})
+        for tool, run in runs.items():
+            if key.task == "sft" and "float8" not in tool:
+                found += [abs(run["losses"][at] / loss - 1) for at, loss in ours.items() if at in run["losses"]]
+    return max(found)
+
+
 def logps_apart(cells: dict[Cell, dict[str, dict]], task: str) -> float:
     """Return the largest difference of the last log-probabilities among the tools of a cell."""
     found = [0.0]
@@ -131,11 +138,7 @@ def logps_apart(cells: dict[Cell, dict[str, dict]], task: str) -> float:
 def earlier(runs: list[dict]) -> list[dict]:
     """Return runs of the same tool in the same cell, whose steps the table does not state."""
     last = {(cell(run), run["tool"], run["caches"]): run for run in runs}
-    return [
-        {"cell": title(cell(run)), "tool": label(run["tool"], run), "run": run}
-        for run in runs
-        if last[cell(run), run["tool"], run["caches"]] is not run
-    ]
+    return [run for run in runs if last[cell(run), run["tool"], run["caches"]] is not run]
 
 
 def isolated(run: dict) -> bool:
@@ -164,12 +167,14 @@ def common(runs: list[dict]) -> dict[str, str]:
 
 
 def versions(runs: list[dict]) -> list[tuple[str, str]]:
-    """Return a line for each tool with the versions of its other packages."""
-    known, lines = common(runs), []
-    for tool, name in TOOLS.items():
-        others = (
-            [f"{x} {at}" for x, at in run["versions"].items() if x not in known] for run in runs if run["tool"] == tool
-        )
-        text = "; ".join(dict.fromkeys(", ".join(other) for other in others))
-        lines += [(f"Versions, {name}", text)] if text else []
-    return lines
+    """Return a line for each environment with the versions of its other packages. All forms of `ours` share one."""
+    known, found = common(runs), defaultdict(lambda: defaultdict(dict))
+    for run in runs:
+        tool = TOOLS[run["tool"].partition("+")[0]]
+        for name, at in run["versions"].items():
+            if name not in known:
+                found[tool][name][at] = None
+    texts = defaultdict(list)
+    for tool, packages in found.items():
+        texts[", ".join(f"{name} {' and '.join(sorted(at))}" for name, at in packages.items())].append(tool)
+    return [(f"Versions, {listed(tools)}", text) for text, tools in texts.items()]

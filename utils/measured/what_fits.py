@@ -3,6 +3,8 @@
 import other_tools
 
 
+# What tells steps apart.
+KEY = ("model", "trained", "weights", "tokens", "checkpointing", "offload", "gpu", "optimizer")
 # A full step has an optimizer. Runs of `lora.json` have none: the adapters' AdamW takes little.
 QUANTIZED = {"ours+lora": "LoRA", "ours+qlora": "QLoRA"}
 
@@ -10,7 +12,7 @@ QUANTIZED = {"ours+lora": "LoRA", "ours+qlora": "QLoRA"}
 def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[dict]:
     """Return a row for each measured step of this package, by size of the model and by memory.
 
-    Of runs with the same settings on the same kind of GPU, the last one counts.
+    Of runs with the same settings on the same kind of GPU, the last one counts, and of both kinds the smaller one.
     """
     found = {}
     for run in lora:
@@ -23,22 +25,22 @@ def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[
             trained, gpu = "LoRA" if run["lora"] else "full", other_tools.gpu(run["machine"])
             trained = "QLoRA" if run["weights"] == "nf4" else trained
             add(found, run, trained, run["step_ms"], run["peak_GiB"], "2 x " * (run["gpus"] > 1) + gpu)
-    for key, runs in other_tools.grouped(peers).items():
+    for cell, runs in other_tools.grouped(peers).items():
         run = runs.get("ours", {})
-        if "step_ms" in run and key.task == "sft":
+        if "step_ms" in run and cell.task == "sft":
             peak = run["peak_GiB"] + run.get("graphs_GiB", 0)
-            add(found, run, other_tools.trained(key), run["step_ms"], peak, other_tools.gpu(key.machine))
-    return sorted(found.values(), key=lambda row: (other_tools.size(row["model"]), row["gib"]))
+            add(found, run, other_tools.trained(cell), run["step_ms"], peak, other_tools.gpu(cell.machine))
+    rows = [row for row in found.values() if row["gpu"] != "H200" or key(row | {"gpu": "H100"}) not in found]
+    return sorted(rows, key=lambda row: (other_tools.size(row["model"]), row["gib"]))
 
 
 def add(found: dict, run: dict, trained: str, ms: float, gib: float, gpu: str, optimizer: bool = True) -> None:
     weights = "4 bit" if trained == "QLoRA" else run.get("weights", "bfloat16").replace("float8", "FP8")
     weights += ", products in FP8" * bool(run.get("float8"))
-    row = {"model": run["model"], "trained": trained, "weights": weights, "tokens": run["tokens"]}
-    row |= {
-        "checkpointing": run["checkpointing"],
-        "offload": run.get("offload", False),
-        "gpu": gpu,
-        "optimizer": optimizer,
-    }
-    found[tuple(row.values())] = row | {"ms": ms, "gib": gib, "graphs": "graphs_GiB" in run, "run": run}
+    row = {"model": run["model"], "trained": trained, "weights": weights, "tokens": run["tokens"], "gpu": gpu}
+    row |= {"checkpointing": run["checkpointing"], "offload": run.get("offload", False), "optimizer": optimizer}
+    found[key(row)] = row | {"ms": ms, "gib": gib, "graphs": "graphs_GiB" in run}
+
+
+def key(row: dict) -> tuple:
+    return tuple(row[name] for name in KEY)

@@ -33,25 +33,31 @@ def pages(results: dict[str, dict], templates: Path = TEMPLATES, only: str = "*"
     made, summaries = {}, {}
     for path in sorted(templates.glob(f"{only}.md")):
         if path.stem != "index" and path.name[0] != "_":
-            # A template also sets `number` and `machine` for the index.
+            # A template also sets `number` for the index.
             page = environment.get_template(path.name).make_module()
             made[path.name] = wrapped(str(page))
             title = made[path.name].partition("\n")[0].removeprefix("# ")
-            summaries[path.stem] = {"title": title, "number": page.number, "machine": page.machine.split(" (")[0]}
+            summaries[path.stem] = {"title": title, "number": page.number}
     if only == "*":
         made["index.md"] = wrapped(environment.get_template("index.md").render(pages=summaries))
     return made
 
 
 def wrapped(text: str) -> str:
-    """Return the text with paragraphs in lines of equal length. Headings, tables, pictures and code stay as they are."""
+    """Return the text with paragraphs and items of lists in lines of equal length.
+
+    Headings, tables, pictures, code, and tags such as those of a folded part stay as they are.
+    """
     parts = re.split(r"\n{2,}", text.strip())
-    fill = {"width": 119, "break_long_words": False, "break_on_hyphens": False}
-    lines = (
-        part if part.startswith(("#", "|", "!", "```")) else textwrap.fill(" ".join(part.split()), **fill)
-        for part in parts
-    )
-    return "\n\n".join(lines) + "\n"
+    return "\n\n".join(part if part.startswith(("#", "|", "!", "```", "<")) else filled(part) for part in parts) + "\n"
+
+
+def filled(part: str) -> str:
+    options = {"width": 119, "break_long_words": False, "break_on_hyphens": False}
+    if part.startswith("- "):
+        items = re.split(r"^(?=- )", part, flags=re.MULTILINE)[1:]
+        return "\n".join(textwrap.fill(" ".join(x.split()), subsequent_indent="  ", **options) for x in items)
+    return textwrap.fill(" ".join(part.split()), **options)
 
 
 def load(folder: Path) -> dict[str, dict]:

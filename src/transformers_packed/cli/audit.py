@@ -1,9 +1,9 @@
 """`transformers-packed audit`: measure whether a model keeps the documents of a packed row apart.
 
 Change one document of a packed row and measure the effect on the logits and gradients of the others. Exit status: 0 if
-documents are isolated with all boundaries that the collator can provide (without 'all' in --inputs, or if the model
-refuses it, with each kind that the model accepts), 1 if they leak, 2 if the audit failed. With --invariance, 0 if a
-document has the same bits in all places that the model accepts, 1 if not.
+documents are isolated with all boundaries of the collator (without 'all' in --inputs, or if the model refuses it, with
+each kind that it accepts), 1 if they leak, 2 if the audit failed. With --invariance, 1 if a document has other bits
+anywhere, else 0.
 
     transformers-packed audit qwen3_5_text --stock
     transformers-packed audit Qwen/Qwen3.5-0.8B --json > audit.json
@@ -34,17 +34,17 @@ FAILED = 2
 def add_options(parser: Parser) -> None:
     """Declare the options of the command."""
     add = parser.add_argument
-    add("model", metavar="MODEL_OR_TYPE", help="checkpoint (directory or name on the Hub), or model type, built tiny")
-    add("--stock", action="store_true", help="audit Transformers' class even if this package has one")
+    add("model", metavar="MODEL_OR_TYPE", help="checkpoint (directory or Hub), or model type, built tiny")
+    add("--stock", action="store_true", help="audit Transformers' class")
     parser.add_shared("--attn", "--seed", "--trust-remote-code")
     dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, help="dtype of the model (default: that of the checkpoint; float32 for a type)")
+    add("--dtype", choices=dtypes, help="dtype of the model (default: of the checkpoint; float32 for a type)")
     add("--device", metavar="NAME", help="device of the model (default: cuda if available, else cpu)")
     sources, inputs = ("position_ids", "seq_idx", "cu_seq_lens", "all"), ["position_ids", "all"]
-    told = "boundaries to pass to the model (default: position_ids all)"
+    told = "boundaries to pass (default: position_ids all)"
     add("--inputs", nargs="+", choices=sources, default=inputs, help=told)
     add("--lengths", nargs="+", type=positive_int, metavar="N", help="document lengths (default: selected edge cases)")
-    told = "measure instead whether a document has the same bits in rows, in padded batches and alone"
+    told = "compare bits in rows, in padded batches and alone"
     add("--invariance", action="store_true", help=told)
     parser.add_shared("--batch-invariant")
     parser.add_shared("--plot", metavar="FILE", help="plot the influence between documents (needs matplotlib)")

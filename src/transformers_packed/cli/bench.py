@@ -1,8 +1,7 @@
 """`transformers-packed bench`: time training steps of a model on this machine, padded and packed.
 
-Time whole training steps of --model on this machine: padded batches with Transformers' class, and a packed row with
-ours. A step is forward, backward, clipping and AdamW. Only the configuration of the model is read: its weights are
-random. Lengths of documents come from --data, or are generated.
+Time whole training steps of --model, with random weights: padded batches with Transformers' class, and a packed row with
+ours. A step is forward, backward, clipping and AdamW.
 
     transformers-packed bench --model Qwen/Qwen3.5-0.8B
     transformers-packed bench --model Qwen/Qwen3.5-4B --data chats.jsonl --row-length 8192 --lora --plot bench.png
@@ -36,16 +35,16 @@ def add_options(parser: Parser) -> None:
     shared("--model")
     shared("--row-length", default=4096, help="tokens per step, in one packed row")
     add_count("--batch-size", "documents per padded batch", 8)
-    data = "JSON or parquet file, or a dataset, with the lengths of your documents (default: generated)"
+    data = "file or dataset with the lengths of documents (default: generated)"
     shared("--data", required=False, help=data)
     shared("--tokenizer", "--split", "--subset", "--format")
-    add_count("--mean-length", "mean number of tokens of generated documents", 480)
+    add_count("--mean-length", "mean length of generated documents", 480)
     parser.add_lora()
-    shared("--float8", help="in the packed arm, products of linear layers in float8")
-    shared("--cuda-graphs", action="store_true", help="in the packed arm, run the layers as CUDA graphs")
+    shared("--float8", help="in the packed arm, linear layers in float8")
+    shared("--cuda-graphs", action="store_true", help="in the packed arm, CUDA graphs")
     shared("--gradient-checkpointing", "--attn", "--dtype", "--weights")
-    add("--seconds", type=positive_float, default=10, metavar="S", help="seconds of timed steps per arm")
-    limit = "seconds after which an arm is stopped; the report then has the other one"
+    add("--seconds", type=positive_float, default=10, metavar="S", help="timed seconds per arm")
+    limit = "seconds after which an arm is left out"
     add("--time-limit", type=positive_float, default=300, metavar="S", help=limit)
     shared("--plot", help="plot speed and memory (needs matplotlib)")
     shared("--seed", "--trust-remote-code")

@@ -23,21 +23,21 @@ from transformers.utils import find_adapter_config_file
 
 from ..errors import count, input_error
 from ..models.mtp import HEAD_FILE
-from .early import LOCAL_OR_HUB
+from .early import INVALID, LOCAL_OR_HUB, OFFLINE, UNREACHABLE
 from .lines import shortened
 
 
 _LOG_IN = "`hf auth login`"
 # Type of the cause, reason and fix. A gated repository is also a RepositoryNotFoundError.
 _UNAVAILABLE = (
-    (HFValidationError, "the name is not valid on the Hub", "Check the path."),
+    (HFValidationError, *INVALID),
     (GatedRepoError, "access to this model on the Hub is restricted", f"Request access, then log in with {_LOG_IN}."),
     (
         RepositoryNotFoundError,
         "the Hub has no such model",
         f"Check the name; for a private model, log in with {_LOG_IN}.",
     ),
-    (LocalEntryNotFoundError, "the Hub could not be reached", "Check the name and the connection."),
+    (LocalEntryNotFoundError, *UNREACHABLE),
 )
 
 
@@ -167,7 +167,7 @@ def _cannot_read(option: str, source: str, what: str, error: OSError, expected: 
         for kind, reason, fix in _UNAVAILABLE:
             if isinstance(error.__cause__, kind):
                 if kind is LocalEntryNotFoundError and is_offline_mode():
-                    reason, fix = "no such model in the cache (HF_HUB_OFFLINE is set)", "Unset it to download."
+                    reason, fix = OFFLINE
                 got = f"{source!r}: no such local directory, and {reason}"
                 return OSError(str(input_error(expected, got, fix, option=option)))
     return OSError(f"{option}: cannot read a {what} from {source}: {' '.join(str(error).split())}")

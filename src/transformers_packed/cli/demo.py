@@ -1,14 +1,14 @@
 """`transformers-packed demo`: compare padded and packed training of a small model on the CPU.
 
-Train a small Qwen3.5 twice on the CPU: on padded batches with Transformers' class, and on packed rows with ours, from
-the same weights and samples. Prints a comparison, and writes demo.png if matplotlib is installed.
+Train a small Qwen3.5 on the CPU, on padded batches with Transformers' class and on packed rows with ours. Prints a
+comparison, and writes demo.png if matplotlib is installed.
 
     transformers-packed demo
-    transformers-packed demo --samples 400 --steps 10
 
 The padded arm is stock Transformers: its class, its collator, right padding. The packed arm uses our class and our
 collator. Both start from the same weights, train on the same samples in the same steps, and must log the same losses.
-Each arm runs in a separate process (`demo_arms.py`) to measure its peak memory.
+Each arm runs in a separate process (`demo_arms.py`) to measure its peak memory. They take turns of a few steps, so that
+other load on the machine slows both alike.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .arms import ARMS, COLORS, print_table, run_arms
+from .arms import ARMS, COLORS, print_table, run_in_turns
 from .audit import GPU_ONLY
 from .options import Parser
 from .process import raise_on_interrupt
@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="transformers_packed_demo_") as directory:
         work = Path(directory)
         prepare_samples(work, args.samples, args.batch_size, args.seed)
-        results = run_arms("demo_arms", work, {name: getattr(args, name) for name in ("steps", "batch_size", "seed")})
+        settings = {name: getattr(args, name) for name in ("steps", "batch_size", "seed")}
+        results = run_in_turns("demo_arms", work, settings)
 
     difference = loss_difference(results)
     print_report(results, difference)

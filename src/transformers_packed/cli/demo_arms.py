@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,14 @@ from ..data.collator import DataCollatorWithFlattening
 from ..errors import count
 from ..models.registry import registered
 from ..ops import implementations_used
+from .arms import ARMS, pipe_of
 from .audit import hide_gpu_packages
 from .demo import MAX_LENGTH
 
 
 LEARNING_RATE = 1e-3
+# Of one arm, before the other one goes on.
+STEPS_PER_TURN = 2
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
@@ -95,10 +99,11 @@ def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
         disable_tqdm=True,
     )
     data = json.loads((work / "samples.json").read_text(encoding="utf-8"))
-    trainer = Trainer(model, arguments, data_collator=counted, train_dataset=data, callbacks=[Progress(arm)])
+    turns = Turns(arm, work)
+    trainer = Trainer(model, arguments, data_collator=counted, train_dataset=data, callbacks=[turns, Progress(arm)])
     trainer.remove_callback(PrinterCallback)
     before = peak_memory()
-    metrics = trainer.train().metrics
+    trainer.train()
 
     # The data loader collates one batch ahead, so more batches than steps are possible.
     samples, real_tokens, computed_tokens = map(sum, zip(*batches[: settings["steps"]], strict=True))
@@ -106,7 +111,7 @@ def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
         "samples": samples,
         "real_tokens": real_tokens,
         "computed_tokens": computed_tokens,
-        "seconds": metrics["train_runtime"],
+        "seconds": turns.seconds,
         "memory_before": before,
         "peak_memory": peak_memory(),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
@@ -115,12 +120,48 @@ def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
     (work / f"{arm}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
+class Turns(TrainerCallback):
+    """Trains a few steps while the process of the other arm waits, then waits itself, and counts its own `seconds`.
+
+    The first arm begins when both are ready, and ends when both are, so nothing else of them runs during a turn.
+    """
+
+    def __init__(self, arm: str, work: Path):
+        self.arm, self.work, self.is_first, self.seconds = arm, work, arm == next(iter(ARMS)), 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # An end of a pipe opens when the other arm opens the other end.
+        ends = {arm: pipe_of(self.work, arm).open("rb" if arm == self.arm else "wb", buffering=0) for arm in ARMS}
+        self.own = ends.pop(self.arm)
+        (self.other,) = ends.values()
+        if not self.is_first:
+            self.own.read(1)
+        self.start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % STEPS_PER_TURN == 0 and state.global_step < state.max_steps:
+            self._give()
+            self.own.read(1)
+            self.start = time.perf_counter()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._give()
+        if self.is_first:
+            self.own.read(1)
+
+    def _give(self) -> None:
+        self.seconds += time.perf_counter() - self.start
+        self.other.write(b".")
+
+
 class Progress(TrainerCallback):
     """A progress bar with the loss, or a line per ten steps where no terminal shows it."""
 
     def __init__(self, arm: str):
         self.name = f"training, {arm}"
-        self.bar = tqdm(desc=self.name, unit="step", disable=None)
+        # Without the time of a step, in which the other arm has its turns. Bars that stay would overwrite each other.
+        form, place = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}", list(ARMS).index(arm)
+        self.bar = tqdm(desc=self.name, unit="step", disable=None, bar_format=form, position=place, leave=False)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in logs:

@@ -1,9 +1,8 @@
 """`transformers-packed doctor`: find problems and slow parts of this machine or a model, and their fixes.
 
-Print versions, the implementation of each op for training packed rows on this machine, the reasons why others do not
-run, and the commands that change it. With --model, also whether and how the model keeps documents apart; only its
-configuration is read. Exit status: 1 if documents would mix, results would be wrong, or a GPU lacks a kernel that can
-be installed, else 0.
+Print versions, the implementation of each op on this machine, why others do not run, and the commands that change it.
+With --model, also whether and how the model keeps documents apart. Exit status: 1 if documents would mix, results would
+be wrong, or a GPU lacks a kernel that can be installed, else 0.
 
     transformers-packed doctor
     transformers-packed doctor --model Qwen/Qwen3.5-0.8B
@@ -16,6 +15,7 @@ import textwrap
 from dataclasses import asdict
 
 from . import env
+from .lines import tell
 from .options import Parser
 
 
@@ -30,8 +30,12 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis. Returns 0 without problems, else 1."""
+    tell("Importing torch ...")
     import torch
 
+    if not args.json:
+        print(env.describe_environment(), flush=True)
+    tell("Importing transformers ...")
     from .checkpoint import load_config, reading
     from .diagnosis import diagnose
 
@@ -39,8 +43,9 @@ def run(args: argparse.Namespace) -> int:
     config = load_config("--model", args.model, args.trust_remote_code) if args.model else None
     with reading("--model", args.model, "checkpoint"):
         options = {"name": args.model, "trust_remote_code": args.trust_remote_code}
+        tell("Checking models and ops ...")
         diagnosis = diagnose(device, config, args.attn, **options)
-    print(_json(diagnosis) if args.json else "\n".join([env.describe_environment(), *_lines(diagnosis)]))
+    print(_json(diagnosis) if args.json else "\n".join(_lines(diagnosis)))
     return 0 if diagnosis.ok else 1
 
 

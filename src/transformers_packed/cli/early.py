@@ -1,20 +1,64 @@
 """What commands check before torch is imported, which takes seconds: that the model and the data are there."""
 
+import socket
+import time
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from ..data.records.files import find_file, read_file
 from ..errors import input_error
 
 
 LOCAL_OR_HUB = "a local directory or a model on the Hub"
+# Why there is no model of a name, and the fix.
+INVALID = "the name is not valid on the Hub", "Check the path."
+UNREACHABLE = "the Hub could not be reached", "Check the name and the connection."
+OFFLINE = "no such model in the cache (HF_HUB_OFFLINE is set)", "Unset it to download."
+# A connection that fails later is slow, and may work.
+_AT_ONCE = 1.0
 
 
 def check_source(option: str, source: str) -> None:
-    """Raise an `OSError` for a path that does not exist. Names on the Hub have at most one slash, and none in front."""
-    is_name = source.count("/") < 2 and not source.startswith(("/", ".", "~")) and "\\" not in source
-    if not is_name and not Path(source).exists():
-        got = f"{source!r}: no such local directory, and the name is not valid on the Hub"
-        raise OSError(str(input_error(LOCAL_OR_HUB, got, "Check the path.", option=option)))
+    """Raise an `OSError` for a path that does not exist, and for a model that can neither be downloaded nor is in the cache."""
+    if Path(source).exists() or not (why := _why_absent(source)):
+        return
+    got, fix = f"{source!r}: no such local directory, and {why[0]}", why[1]
+    raise OSError(str(input_error(LOCAL_OR_HUB, got, fix, option=option)))
+
+
+def _why_absent(name: str) -> tuple[str, str] | None:
+    """Why no model has this name and the fix, or `None` if only a download can tell."""
+    # Names have at most one slash, and none in front.
+    if name.count("/") > 1 or name.startswith(("/", ".", "~")) or "\\" in name:
+        return INVALID
+    from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        # An adapter has an error of its own later.
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "adapter_config.json")):
+            return None
+    except HFValidationError:
+        return INVALID
+    if is_offline_mode():
+        return OFFLINE
+    return UNREACHABLE if _fails_at_once(constants.ENDPOINT) else None
+
+
+def _fails_at_once(url: str) -> bool:
+    """Whether there is no connection to a server, where a download would be repeated for a minute."""
+    parts = urlsplit(url)
+    if not parts.hostname or getproxies().keys() & {parts.scheme, "all"}:
+        return False
+    start = time.monotonic()
+    try:
+        port = parts.port or {"http": 80}.get(parts.scheme, 443)
+        socket.create_connection((parts.hostname, port), timeout=_AT_ONCE).close()
+    except OSError:
+        # The error is that of one address, and another one may have been slow.
+        return time.monotonic() - start < _AT_ONCE
+    return False
 
 
 def check_data(data: str) -> None:

@@ -1,6 +1,6 @@
 """`transformers-packed env`: print versions and devices.
 
-Print the versions of Python and of all packages that matter, and the devices.
+Print the versions of Python and of packages, and the devices.
 """
 
 import argparse

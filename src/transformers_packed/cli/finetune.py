@@ -48,7 +48,7 @@ from ..training.callbacks.gradient_release import GradientReleaseCallback
 from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.configure import configure_packing
 from ..training.optimizers import arguments_for, class_and_kwargs
-from ..training.warm_up import start_compiling
+from ..training.warm_up import compiles_kernels, start_compiling
 from .checkpoint import check_same_ids, has_own_code, load_tokenizer, load_weights, reading
 from .folder_trainer import RunFolderTrainer
 from .lines import duration, say
@@ -80,6 +80,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     # An adapter stores the path of its base model, so the path must be absolute.
     source, settings.teacher = map(_absolute, (settings.model, settings.teacher))
     config = supported_config(source, settings)
+    say(f"Reading {settings.data} ...")
     tokenizer = load_tokenizer("--model", source, settings.trust_remote_code)
     samples = make_samples(
         read_records(settings.data, settings.split, settings.subset),
@@ -101,6 +102,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     dtype = torch.bfloat16 if trains_in_bfloat16(settings) else compute_dtype(settings.dtype)
     if settings.float8:
         check_float8(dtype)
+    say(f"Loading {settings.model} ...")
     # The compiler works while the weights are loaded.
     start_compiling(config, device_of_this_process(), dtype)
     model = load_model(source, settings, dtype)
@@ -347,6 +349,7 @@ def load_teacher(settings: Namespace, tokenizer: PreTrainedTokenizerBase, model:
         "attn_implementation": settings.attn,
         "trust_remote_code": False,
     }
+    say(f"Loading {source} ...")
     with registered():
         teacher = load_weights(option, source, AutoModelForCausalLM, **options)
     DivergenceLoss(teacher).check(inner_model(model))
@@ -454,7 +457,7 @@ def make_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     configure_packing(trainer, **settings.options)
-    trainer.callback_handler.callbacks.insert(0, WarmUpCallback(trainer, progress=True))
+    trainer.callback_handler.callbacks[:0] = [_Preparation(), WarmUpCallback(trainer, progress=True)]
     if OPTIMIZERS[settings.optim].releases:
         trainer.add_callback(GradientReleaseCallback(trainer))
     return trainer
@@ -462,6 +465,14 @@ def make_trainer(
 
 class _NothingLeftError(Exception):
     """The loaded checkpoint is that of the last step."""
+
+
+class _Preparation(TrainerCallback):
+    """Prints what the callbacks after it do before the first step."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step < state.max_steps:
+            say(f"{'Compiling kernels and verifying' if compiles_kernels(args.device) else 'Verifying'} packing ...")
 
 
 class _Progress(TrainerCallback):

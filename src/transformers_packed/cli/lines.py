@@ -1,6 +1,7 @@
 """Lines of the commands: how they tell a time, and which process prints them."""
 
 import os
+import sys
 from collections.abc import Iterable
 
 
@@ -8,6 +9,12 @@ def say(line: str) -> None:
     """Print a line in the first of several processes."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(line, flush=True)
+
+
+def tell(line: str) -> None:
+    """Print a line of progress if someone watches a terminal. A report on standard output stays as it is."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
 
 
 def shortened(names: Iterable[str], most: int = 3) -> str:

@@ -5,7 +5,6 @@ exchange.
 
     transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 8 --gpu-memory 80 --row-length 1048576
     transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 1 --gpu-memory 80 --row-length 16384 --optim flash_adamw_release
-    transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 141 --row-length 16384 --lora --experts
     transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 80 --row-length 16384 --lora --load-in-4bit
 """
 
@@ -23,9 +22,9 @@ def add_options(parser: Parser) -> None:
     add("--gpu-memory", type=positive_float, required=True, metavar="GIB", help="memory per GPU")
     add("--expert-parallel", type=positive_int, default=1, metavar="N", help="GPUs that share the experts (ep_size)")
     shared("--row-length", required=True, help="tokens per row")
-    weights = "dtype of parameters, gradients and moments of torch's AdamW; with --lora of the frozen parameters"
-    shared("--weights", default=None, help=f"{weights} (default: that of `train` with these options)")
-    parser.add_lora("train LoRA adapters on all linear layers instead of all parameters")
+    weights = "dtype of weights, gradients and moments; with --lora of frozen weights"
+    shared("--weights", default=None, help=f"{weights} (default: as in `train`)")
+    parser.add_lora("train LoRA adapters on all linear layers")
     shared("--gradient-accumulation-steps", "--optim", "--trust-remote-code")
 
 

@@ -1,11 +1,8 @@
 """`transformers-packed mtp`: measure how many drafts of a multi-token prediction head a model accepts.
 
-Measure how often the head of multi-token prediction, with which servers draft tokens, has the same first choice as the
-model. Choices are compared at the targets of the data, in any format of `train`. Compare a checkpoint before and after
-fine-tuning; `train` with --mtp-only trains the head.
+Measure how often the head of multi-token prediction has the same first choice as the model, at the targets of the data.
 
     transformers-packed mtp --model Qwen/Qwen3.5-0.8B --data chats.jsonl
-    transformers-packed mtp --model tuned --data chats.jsonl --steps 3 --samples 500
 """
 
 import argparse
@@ -22,12 +19,10 @@ def add_options(parser: Parser) -> None:
     """Declare the options of the command."""
     shared = parser.add_shared
     shared("--model", "--data", "--split", "--subset", "--format")
-    steps = "tokens to draft one after the other, as servers do with num_speculative_tokens"
+    steps = "tokens to draft one after the other, num_speculative_tokens of servers"
     parser.add_count("--steps", steps, 3)
-    parser.add_count("--samples", "number of records to read, the first ones of the data", 200)
-    parser.add_count(
-        "--max-length", "maximum number of tokens per sample; longer samples are truncated", LONGEST_SAMPLE
-    )
+    parser.add_count("--samples", "first records to read", 200)
+    parser.add_count("--max-length", "tokens to which samples are truncated", LONGEST_SAMPLE)
     shared("--attn", "--dtype", "--json")
     shared("--trust-remote-code", help="run code of the tokenizer")
 

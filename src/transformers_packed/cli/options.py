@@ -78,12 +78,12 @@ class Parser(argparse.ArgumentParser):
         """Add an option for a positive integer."""
         self.add_argument(flag, type=positive_int, default=default, metavar="N", help=help)
 
-    def add_lora(self, help: str = "train only LoRA adapters, on all linear layers (needs peft)") -> None:
+    def add_lora(self, help: str = "train LoRA adapters on all linear layers (needs peft)") -> None:
         """Add `--lora`, and `--lora-rank`, `--experts` and `--load-in-4bit`, which are refused without the first."""
         self.add_argument("--lora", action="store_true", help=help)
-        self.add_count("--lora-rank", f"rank of the adapters; alpha is twice the rank (default: {_LORA_RANK})")
-        self.add_argument("--experts", action="store_true", help="adapters on the experts of a mixture too")
-        in_4_bit = "keep frozen linear layers and experts in 4 bit, NF4 with double quantization (needs bitsandbytes)"
+        self.add_count("--lora-rank", f"rank; alpha is twice the rank (default: {_LORA_RANK})")
+        self.add_argument("--experts", action="store_true", help="also adapters of experts")
+        in_4_bit = "keep frozen linear layers and experts in NF4 (needs bitsandbytes)"
         self.add_argument("--load-in-4bit", action="store_true", help=in_4_bit)
 
     def add_shared(self, *flags: str, to: Any = None, **changes: Any) -> None:
@@ -194,7 +194,7 @@ _NEEDS = {
 }
 # Options that need less memory and train the same weights.
 _LESS_MEMORY = ("--gradient-checkpointing", "--offload", "--load-in-4bit")
-_DATA = "JSON, CSV or parquet file, or a dataset: a name on the Hub or a directory"
+_DATA = "JSON, CSV or parquet file, or a dataset (directory or Hub)"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
 _DTYPES = ("float32", "bfloat16")
 _OPTIM = "AdamW of torch, torchao (adamw_torch_8bit, adamw_torch_4bit), bitsandbytes (adamw_8bit, paged_adamw_8bit) or flashoptim"
@@ -203,33 +203,33 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--model": {
         "required": True,
         "metavar": "PATH|NAME",
-        "help": "checkpoint: a directory or a name on the Hub",
+        "help": "checkpoint (directory or Hub)",
     },
     "--data": {"required": True, "metavar": "FILE|NAME", "help": _DATA},
     "--split": {"metavar": "NAME", "help": "split of the dataset (default: train)"},
-    "--subset": {"metavar": "NAME", "help": "configuration of the dataset"},
-    "--tokenizer": {"metavar": "PATH|NAME", "help": "tokenizer for data without input_ids (default: that of --model)"},
+    "--subset": {"metavar": "NAME", "help": "its configuration"},
+    "--tokenizer": {"metavar": "PATH|NAME", "help": "tokenizer (default: that of --model)"},
     "--format": {
         "choices": ("messages", "prompt-completion", "text", "tokens"),
-        "help": "record format, by column names (default: detected)",
+        "help": "record format (default: by column names)",
     },
     "--dtype": {
         "choices": ("auto", *_DTYPES),
         "default": "auto",
-        "help": "compute dtype (auto: bfloat16 if the GPU supports it, else float32)",
+        "help": "compute dtype (default: bfloat16 if the GPU has it, else float32)",
     },
     "--weights": {
         "choices": _DTYPES,
         "default": "float32",
-        "help": "dtype of trained weights; frozen weights have the compute dtype",
+        "help": "dtype of trained weights",
     },
     "--optim": {"choices": tuple(OPTIMIZERS), "default": DEFAULT, "metavar": "NAME", "help": _OPTIM},
     # A row of one token has no target.
     "--row-length": {"type": partial(positive_int, lowest=2), "metavar": "N"},
-    "--gradient-accumulation-steps": {**_COUNT, "default": 1, "help": "rows per optimizer step on each device"},
+    "--gradient-accumulation-steps": {**_COUNT, "default": 1, "help": "rows per step on each device"},
     "--gradient-checkpointing": {
         "action": "store_true",
-        "help": "save memory by recomputing activations in the backward",
+        "help": "recompute activations in the backward",
     },
     "--attn": {"metavar": "NAME", "help": _ATTN},
     "--plot": {"type": output_file, "metavar": "FILE.png"},

@@ -1,10 +1,9 @@
 """`transformers-packed plan`: plan packed rows over a dataset and show them.
 
 Plan packed rows over a file or a dataset. Prints their number and fill, the number of samples that are too long, and
-the balance between ranks. Records have input_ids, or any format of `train`. These are the rows of `train` with the same
---model, --data, --row-length, --gradient-accumulation-steps and --seed.
+the balance between ranks. These are the rows of `train` with the same --model, --data, --row-length,
+--gradient-accumulation-steps and --seed.
 
-    transformers-packed plan --data chats.jsonl --model Qwen/Qwen3.5-0.8B --row-length 4096
     transformers-packed plan --data chats.jsonl --model Qwen/Qwen3.5-0.8B --row-length 4096 --plot plan.png --preview 2
 """
 
@@ -39,18 +38,18 @@ def add_options(parser: Parser) -> None:
     """Declare the options of the command."""
     add, add_count, shared = parser.add_argument, parser.add_count, parser.add_shared
     shared("--data")
-    shared("--row-length", required=True, help="maximum number of tokens per row")
+    shared("--row-length", required=True, help="most tokens per row")
     shared("--tokenizer")
-    model = "checkpoint or config.json that determines the cost of rows (default: about Qwen3.5 9B)"
+    model = "checkpoint or config.json for the cost of rows (default: about Qwen3.5 9B)"
     shared("--model", required=False, help=model)
     shared("--split", "--subset", "--format")
-    add_count("--world-size", "number of ranks that share the rows", 1)
+    add_count("--world-size", "ranks that share the rows", 1)
     shared("--gradient-accumulation-steps")
     overlong = "action for samples longer than --row-length"
     add("--overlong", choices=("truncate", "split", "drop", "error"), default="truncate", help=overlong)
     side = "side that --overlong truncate cuts off"
     add("--truncation-side", choices=("right", "left"), default="right", help=side)
-    picture = "plot lengths, fill and the first rows (needs matplotlib)"
+    picture = "plot the rows (needs matplotlib)"
     shared("--plot", help=picture)
     add_count("--preview", "print the first N rows as text", 0)
     add("--save", type=output_file, metavar="FILE", help="save the plan for PackingPlan.load")

@@ -1,17 +1,14 @@
 """`transformers-packed train`: fine-tune a model on packed rows.
 
 Fine-tune a checkpoint of Qwen3-Next, Qwen3.5/3.6/3.8, Qwen3.5/3.6/3.8-MoE, OLMo-Hybrid, Kimi-Linear or Bailing-Hybrid
-on packed rows with the stock Trainer. A record of the data is a conversation (messages), a prompt and its completion, a
-text, or tokens (input_ids). The loss covers the assistant's turns, the completion, the whole text, or the tokens that
-labels or a mask leave in.
+on packed rows. Records are conversations (messages), prompts with completions, texts, or tokens (input_ids). The loss
+covers the assistant's turns, the completion, the text, or the tokens that labels or a mask leave in.
 
     transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned
     transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output adapter --lora
-    transformers-packed train --model Qwen/Qwen3.5-35B-A3B --data chats.jsonl --output adapter --lora --experts
     transformers-packed train --model Qwen/Qwen3.5-35B-A3B --data chats.jsonl --output adapter --lora --experts --load-in-4bit
     transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --row-length 8192
     transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --save-steps 100 --resume
-    transformers-packed train --model tuned --data chats.jsonl --output drafting --mtp-only
     transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output distilled --teacher Qwen/Qwen3.5-4B
 """
 
@@ -37,46 +34,44 @@ def add_options(parser: Parser) -> None:
     """Declare the options of the command."""
     add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
     shared("--model", "--data")
-    folder = "output directory for the trained model, new or empty"
+    folder = "new or empty directory for the trained model"
     add("--output", type=Path, required=True, metavar="DIR", help=folder)
     shared("--split", "--subset", "--format")
-    longest = f"maximum number of tokens per sample; longer samples are truncated (default: {LONGEST_SAMPLE}, or "
+    longest = f"tokens to which samples are truncated (default: {LONGEST_SAMPLE}, or "
     count("--max-length", f"{longest}--row-length)")
-    turns = "train each turn of the assistant after the conversation as the chat template renders it up to there"
+    turns = "train each assistant turn after the conversation as the template renders it up to there"
     add("--every-turn", action="store_true", help=turns)
     add("--epochs", type=positive_float, default=1.0, metavar="X", help="passes over the data")
-    count("--max-steps", "number of optimizer steps, instead of --epochs")
+    count("--max-steps", "optimizer steps, instead of --epochs")
     rows = parser.add_mutually_exclusive_group()
     per_row = f"samples per packed row on each device (default: {SAMPLES})"
     # argparse would not see a value that equals the default beside the other option.
     rows.add_argument("--batch-size", type=positive_int, metavar="N", help=per_row)
-    full = "instead, one full row of up to N tokens on each device; the plan command shows these rows"
+    full = "instead, one full row of up to N tokens on each device"
     shared("--row-length", to=rows, help=full)
     shared("--gradient-accumulation-steps", "--sequence-parallel-size")
-    rate = "peak learning rate, with linear decay to 0 (default: 2e-5, LoRA 2e-4)"
+    rate = "peak, with linear decay to 0 (default: 2e-5, LoRA 2e-4)"
     add("--learning-rate", type=positive_float, metavar="X", help=rate)
-    count("--warmup-steps", "steps of linear learning rate warmup (default: none)", 0)
+    count("--warmup-steps", "steps of linear warmup (default: none)", 0)
     shared("--optim")
     parser.add_lora()
     shared("--float8", "--batch-invariant")
     head = parser.add_mutually_exclusive_group()
-    both = "also train the checkpoint's head of multi-token prediction, with 0.1 x its loss"
+    both = "also train the head of multi-token prediction, with 0.1 x its loss"
     head.add_argument("--mtp", action="store_true", help=both)
     shared("--mtp-only", to=head)
-    teacher = (
-        "checkpoint with the same vocabulary, often a larger one, whose next-token distributions are also targets"
-    )
+    teacher = "checkpoint with the same vocabulary, whose next-token distributions are also targets"
     add("--teacher", metavar="PATH|NAME", help=teacher)
     shared("--distill-weight", "--distill-beta", "--distill-temperature")
     shared("--cuda-graphs", "--attn")
-    dtype = "compute dtype; trained weights stay float32, but for some --optim (auto: bfloat16 on CUDA, else float32)"
+    dtype = "compute dtype (default: bfloat16 on CUDA, else float32)"
     shared("--dtype", help=dtype)
     shared("--gradient-checkpointing")
-    add("--offload", action="store_true", help="keep the inputs of checkpointed layers in host memory")
-    kept = "keep the output of attention layers, and do not compute it again, which is faster for long documents"
+    add("--offload", action="store_true", help="keep inputs of checkpointed layers in host memory")
+    kept = "do not recompute attention, which is faster for long documents"
     add("--keep-attention", action="store_true", help=kept)
     count("--every-n-layers", "checkpoint every n-th layer (default: all layers)")
-    count("--save-steps", "steps between checkpoints; the last two are kept (default: no checkpoints)")
+    count("--save-steps", "steps between checkpoints, of which two are kept (default: none)")
     count("--logging-steps", "steps between logged losses", 10)
     add("--resume", action="store_true", help="continue from the last checkpoint in --output")
     shared("--seed")
@@ -109,8 +104,10 @@ def run(args: argparse.Namespace) -> None:
     # Before torch is imported, which takes seconds.
     checkpoint, damaged = find_checkpoint(args.output, args.resume)
     check_source("--model", args.model)
+    if args.teacher:
+        check_source("--teacher", args.teacher)
     check_data(args.data)
-    say(f"Loading {args.model} ...")
+    say("Importing torch and transformers ...")
     from transformers.utils import logging
 
     from .finetune import finetune

@@ -1,10 +1,8 @@
 """`transformers-packed warmup`: compile the kernels of a model before it is trained.
 
-Compile every kernel that training of --model on this GPU needs, and keep them in the caches on disk, from where
-training loads them in milliseconds. Only the configuration of the model is read: a few of its layers run with random
-weights. Options that select kernels must be those of the training.
+Compile the kernels that training of --model on this GPU needs, and keep them in the caches on disk. A few layers run
+with random weights. Options that select kernels must be those of the training.
 
-    transformers-packed warmup --model Qwen/Qwen3.5-0.8B
     transformers-packed warmup --model Qwen/Qwen3.5-0.8B --row-length 8192 --lora
     transformers-packed warmup --model Qwen/Qwen3.5-0.8B --export kernels.tar.gz
     transformers-packed warmup --import kernels.tar.gz
@@ -22,15 +20,14 @@ from .process import raise_on_interrupt
 def add_options(parser: Parser) -> None:
     """Declare the options of the command."""
     shared = parser.add_shared
-    shared("--model", required=False, help="model whose kernels to compile: a local directory or a name on the Hub")
-    parser.add_argument(
-        "--export", type=Path, metavar="FILE", help="write all compiled kernels of this machine to FILE"
-    )
-    taken = "first add the kernels of FILE, which --export wrote on such a machine; without --model, that is all"
+    shared("--model", required=False)
+    written = "write all compiled kernels of this machine to FILE"
+    parser.add_argument("--export", type=Path, metavar="FILE", help=written)
+    taken = "first add the kernels of FILE, from --export on a machine like this one"
     parser.add_argument("--import", dest="archive", type=Path, metavar="FILE", help=taken)
-    longest = "maximum number of tokens per row (default: %(default)s, as many as train with its defaults)"
+    longest = "most tokens per row (default: %(default)s, as in train)"
     shared("--row-length", default=SAMPLES * LONGEST_SAMPLE, help=longest)
-    parser.add_count("--max-documents", "maximum number of documents per row (default: 128)")
+    parser.add_count("--max-documents", "most documents per row (default: 128)")
     parser.add_lora()
     shared("--float8")
     shared("--cuda-graphs", action="store_true", help="run the layers as CUDA graphs")
