@@ -124,7 +124,7 @@ class WarmupCommandTest(unittest.TestCase):
     def test_an_archive(self):
         cache, other, file = (self.path / name for name in ("cache", "other", "kernels.tar.gz"))
         (cache / "KEY").mkdir(parents=True)
-        (cache / "KEY" / "norm.cubin").write_bytes(b"code")
+        (cache / "KEY" / "launcher.so").write_bytes(b"code")
         with mock.patch.object(kernel_archive, "caches", lambda: {"triton": (str(cache), "")}):
             stdout = self.command("--row-length", 24, "--max-documents", 3, "--export", file)
             self.assertEqual(stdout.splitlines()[-1], f"1 kernel in {file}")
@@ -136,14 +136,19 @@ class WarmupCommandTest(unittest.TestCase):
             self.assertEqual(
                 run_command("warmup", "--import", file)[1], "1 kernel added to the caches, 0 were there\n"
             )
-        self.assertEqual((other / "KEY" / "norm.cubin").read_bytes(), b"code")
+        self.assertEqual((other / "KEY" / "launcher.so").read_bytes(), b"code")
         self.assertEqual(len(self.calls), 1)
 
     @parameterized.expand(
         [
             ([], 2, "expected --model, --import or --export"),
             (["--import", "nowhere.tar.gz"], 1, "--import: nowhere.tar.gz does not exist"),
-            (["--export", "/nowhere/kernels.tar.gz"], 1, "--export: /nowhere does not exist"),
+            (
+                ["--export", "/nowhere/kernels.tar.gz"],
+                1,
+                "--export: expected a file in a directory that can be written, got /nowhere/kernels.tar.gz",
+            ),
+            (["--export", "/tmp"], 1, "--export: expected a file in a directory that can be written, got /tmp"),
             (["--import", __file__], 1, "expected a file that warmup --export wrote, got "),
         ]
     )

@@ -27,7 +27,7 @@ OTHER_CHECKPOINTS = {
     "moonshotai/Kimi-Linear-48B-A3B-Instruct": "kimi_linear",
 }
 # Stop a page that blocks.
-SECONDS = 60
+SECONDS = 600
 
 # A fence, which may be indented in a tab or a list, with the line above it.
 _FENCE = re.compile(

@@ -62,10 +62,51 @@ class ArchiveTest(unittest.TestCase):
         self.assertEqual(import_kernels(self.file), (0, 2))
         self.assertEqual((there / "triton" / "A" / "norm.cubin").read_bytes(), b"newer")
         self.assertEqual([p.name for p in self.folder.rglob(".import-*")], [])
+        # One without a file, or whose index lists files that are gone, is mended.
+        (there / "triton" / "A" / "norm.cubin").unlink()
+        self.assertEqual(import_kernels(self.file), (1, 1))
+        moved = {"child_paths": {"norm.cubin": "/elsewhere/norm.cubin"}}
+        self.write(there / "triton" / "A" / "__grp__norm.json", json.dumps(moved).encode())
+        self.assertEqual(import_kernels(self.file), (1, 1))
+        self.assertEqual(self.files(there), expected | {"triton/A/__grp__norm.json": json.dumps(index).encode()})
+
+    def test_kernels_that_are_not_whole_are_left_out(self):
+        here = self.use("here") / "triton"
+        for name, index in (("A", None), ("B", b""), ("C", b'{"child_paths": ["x"]}'), ("D", b"[]")):
+            self.write(here / name / "norm.cubin")
+            if index is not None:
+                self.write(here / name / "__grp__norm.json", index)
+        self.write(here / "E" / "__grp__norm.json", b'{"child_paths": {"norm.cubin": "/elsewhere/norm.cubin"}}')
+        # What has no index is written in one step.
+        self.write(here / "F" / "launcher.so")
+        self.assertEqual(export_kernels(self.file), 1)
+        there = self.use("there")
+        self.assertEqual(import_kernels(self.file), (1, 0))
+        self.assertEqual(self.files(there), {"triton/F/launcher.so": b"code"})
+
+    def test_a_damaged_file(self):
+        self.write(self.use("here") / "triton" / "A" / "launcher.so", os.urandom(100_000))
+        export_kernels(self.file)
+        whole, there = self.file.read_bytes(), self.use("there")
+        for damaged in (whole[:-5000], whole[:60_000] + bytes([whole[60_000] ^ 1]) + whole[60_001:], b"text", b""):
+            self.file.write_bytes(damaged)
+            with self.assertRaisesRegex(ValueError, "expected a file that warmup --export wrote, got "):
+                import_kernels(self.file)
+        self.assertEqual(self.files(there), {})
+
+    def test_others_can_read_the_file(self):
+        self.write(self.use("here") / "triton" / "A" / "launcher.so")
+        export_kernels(self.file)
+        there = self.use("there")
+        import_kernels(self.file)
+        mask = os.umask(0)
+        os.umask(mask)
+        modes = [path.stat().st_mode & 0o777 for path in (self.file, there / "triton" / "A")]
+        self.assertEqual(modes, [0o666 & ~mask, 0o777 & ~mask])
 
     @parameterized.expand([("torch", "2.0.0"), ("GPU", "NVIDIA H100"), ("driver", "1.2")])
     def test_another_machine(self, what, theirs):
-        self.write(self.use("here") / "triton" / "A" / "norm.cubin")
+        self.write(self.use("here") / "triton" / "A" / "launcher.so")
         ours = machine() | {"GPU": "NVIDIA H200", "driver": "580.1"}
         with mock.patch.object(kernel_archive, "machine", lambda: ours | {what: theirs}):
             export_kernels(self.file)
@@ -77,14 +118,14 @@ class ArchiveTest(unittest.TestCase):
         self.assertEqual(self.files(there), {})
 
     def test_without_a_gpu_the_packages_alone_are_compared(self):
-        self.write(self.use("here") / "triton" / "A" / "norm.cubin")
+        self.write(self.use("here") / "triton" / "A" / "launcher.so")
         ours = machine()
         with mock.patch.object(kernel_archive, "machine", lambda: ours | {"GPU": "NVIDIA H200", "driver": "580.1"}):
             export_kernels(self.file)
         self.use("there")
         self.assertEqual(import_kernels(self.file), (1, 0))
 
-    @parameterized.expand(["../A/x.cubin", "/etc/x.cubin", "triton/../../x.cubin", "other/A/x.cubin"])
+    @parameterized.expand(["../A/x.so", "/etc/x.so", "triton/../../x.so", "other/A/x.so", "triton/x.so", "triton"])
     def test_paths_outside_of_the_caches(self, name):
         there = self.use("there")
         with tarfile.open(self.file, "w:gz") as archive:
@@ -95,9 +136,9 @@ class ArchiveTest(unittest.TestCase):
         self.assertEqual(self.files(there), {})
 
     def test_an_export_that_fails_leaves_the_old_file(self):
-        self.write(self.use("here") / "triton" / "A" / "norm.cubin")
+        self.write(self.use("here") / "triton" / "A" / "launcher.so")
         self.file.write_bytes(b"old")
-        with mock.patch.object(kernel_archive, "_kernels", side_effect=KeyboardInterrupt):
+        with mock.patch.object(kernel_archive, "_complete_kernel", side_effect=KeyboardInterrupt):
             self.assertRaises(KeyboardInterrupt, export_kernels, self.file)
         self.assertEqual(self.file.read_bytes(), b"old")
         self.assertEqual([p.name for p in self.folder.glob(".kernels*")], [])

@@ -2,10 +2,15 @@
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 import unittest
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from common.fused import assert_near, beside, guarded_buffers, relative, saved_in
 from mixins.triton import InterpretedKernelsTest, bad_input_tests
@@ -755,3 +760,26 @@ class BadInputTest(
     )
 ):
     pass
+
+
+class CompilationTest(unittest.TestCase):
+    """Kernels are compiled for GPUs that are not here."""
+
+    # Of a program on GPUs of compute capability 9.0 and 10.0.
+    SHARED_MEMORY = 227 * 1024
+
+    def check(self, *ranks):
+        # The processes of `run_script` have imported Triton as an interpreter.
+        script = Path(__file__).parents[1] / "scripts" / "expert_kernels.py"
+        command = [sys.executable, str(script), *map(str, ranks)]
+        environment = os.environ | {"TRITON_INTERPRET": "0"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr[-3000:])
+        self.assertLessEqual(int(done.stdout), self.SHARED_MEMORY)
+
+    def test_products_with_an_adapter(self):
+        self.check(16)
+
+    @pytest.mark.slow
+    def test_all_ranks(self):
+        self.check(0, 32, 64)

@@ -9,6 +9,7 @@ with random weights. Options that select kernels must be those of the training.
 """
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,10 @@ def run(args: argparse.Namespace) -> None:
     """Import kernels, compile what is missing and print it, and export all, as far as the options say."""
     if not (args.model or args.archive or args.export):
         args.parser.error("expected --model, --import or --export")
-    for option, path in (("--import", args.archive), ("--export", args.export and args.export.absolute().parent)):
-        if path and not path.exists():
-            raise FileNotFoundError(f"{option}: {path} does not exist")
+    if args.archive and not args.archive.is_file():
+        raise FileNotFoundError(f"--import: {args.archive} does not exist")
+    if args.export and (args.export.is_dir() or not os.access(args.export.absolute().parent, os.W_OK)):
+        raise OSError(f"--export: expected a file in a directory that can be written, got {args.export}")
     from ..ops.kernel_archive import export_kernels, import_kernels
 
     if args.archive:

@@ -18,7 +18,7 @@ from .terms import Adapter, DequantizedExperts
 
 # Rows of one expert that the reference multiplies at a time. The last block of an expert is filled with zeros.
 _BLOCK = 16
-# Highest rank of an adapter whose products fit into the registers of the kernels.
+# Highest rank of an adapter whose second matrix fits into the shared memory beside the tiles.
 MAX_RANK = 64
 
 

@@ -66,7 +66,7 @@ def _place(
         before = tl.maximum(expert - 1, 0)
         start = tl.where(expert > 0, tl.load(ends_ptr + before), 0)
         first = tl.where(expert > 0, tl.load(tiles_ptr + before), 0)
-        at = table_ptr + 4 * item
+        at = table_ptr + 3 * item
         tl.store(at, expert, mask=item < limit)
         tl.store(at + 1, start + (item - first) * ROWS, mask=item < limit)
         tl.store(at + 2, tl.load(ends_ptr + expert, mask=expert < E, other=0), mask=item < limit)
@@ -82,7 +82,7 @@ def _tiles_of(tiles_ptr, FIRST, LAST):
 @triton.jit
 def _tile(table_ptr, number):
     """Return the expert of a tile, its first row, and the end of the expert's rows."""
-    at = table_ptr + 4 * number
+    at = table_ptr + 3 * number
     return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
@@ -116,6 +116,13 @@ def _rows_times_experts(
             tokens = tl.load(order_ptr + rows, mask=rows < end, other=0) // TOP
             a_at = a + tokens.to(tl.int64)[:, None] * K + tl.arange(0, STEP)[None, :]
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        # First: after the loop over steps, it does not compile for Blackwell.
+        if RANK:
+            low = _load_rows(low_ptr, rows, inside, RANK)
+            if TRANSPOSED:
+                total = tl.dot(low, up_desc.load([expert * N + column, 0]).T, total)
+            else:
+                total = tl.dot(low, up_desc.load([expert * RANK, column]), total)
         for k in range(0, K, STEP):
             if TOP:
                 x = tl.load(a_at + k)
@@ -125,12 +132,6 @@ def _rows_times_experts(
                 total = tl.dot(x, b_desc.load([place * N + column, k]).T, total)
             else:
                 total = tl.dot(x, b_desc.load([place * K + k, column]), total)
-        if RANK:
-            low = _load_rows(low_ptr, rows, inside, RANK)
-            if TRANSPOSED:
-                total = tl.dot(low, up_desc.load([expert * N + column, 0]).T, total)
-            else:
-                total = tl.dot(low, up_desc.load([expert * RANK, column]), total)
         y_at = y_ptr + rows.to(tl.int64)[:, None] * N + column
         _store_in_parts(y_at, total.to(y_ptr.dtype.element_ty), inside, ROWS, COLUMNS, PARTS)
 
@@ -327,7 +328,7 @@ class Plan:
             integers(count),
             integers(number),
             integers(number),
-            integers(limit, 4),
+            integers(limit, 3),
         )
         _plan[(1,)](ids, ends, tiles, count, number, _ROWS, width)
         grid = (ceil_div(max(count, limit), 128),)

@@ -107,7 +107,7 @@ class Experts(KernelFunction):
         x, index, weights, gate_up, down, shared, gate, *matrices, low, both = (all_saved := saved(ctx))[:-5]
         for_x, _, for_weights, for_gate_up, for_down, *for_shared, _ = ctx.needs_input_grad[:8]
         for_matrices = ctx.needs_input_grad[8:]
-        if both is None:
+        if not len(x):
             inputs = x.to(ctx.like), None, weights, gate_up, down, shared, gate, None, *matrices
             wanted = zip(inputs, ctx.needs_input_grad, strict=True)
             return tuple(torch.zeros_like(x) if for_x else None for x, for_x in wanted)
