@@ -29,7 +29,7 @@ def draw(tokens: int, target: str) -> None:
         TOP + ROW * len(cells),
         f"Time of a step of {tokens:,} tokens over ours: Unsloth and TRL with Liger, for each shape",
     )
-    picture.text(24, 38, f"Step of {tokens:,} tokens in SFTTrainer, time over ours", 24, font_weight="700")
+    picture.text(24, 38, f"A step of {tokens:,} tokens in SFTTrainer", 22, font_weight="700")
     legend(picture)
     scale = WIDEST / max(time / steps["ours"] for steps in cells.values() for time in steps.values())
     for n, (key, steps) in enumerate(cells.items()):
@@ -43,13 +43,13 @@ def legend(picture: Picture) -> None:
         picture.rect(x, 52, 14, 14, color, 3)
         picture.text(x + 20, 65, TOOLS[tool], 18, MUTED)
         x += 42 + 9 * len(TOOLS[tool])
-    picture.text(616, 65, "bfloat16, without padding", 18, MUTED, text_anchor="end")
+    picture.text(616, 65, "time, and its ratio to ours", 18, MUTED, text_anchor="end")
 
 
 def draw_shape(picture: Picture, top: float, key: Cell, steps: dict[str, float], scale: float) -> None:
     """The name of a shape, and a bar for each tool."""
     model, few = key.model.removesuffix("-12L"), key.model.endswith("-12L")
-    details = ["12 layers"] * few + ["checkpointing"] * key.checkpointing + [gpu(key.machine)]
+    details = ["12 layers"] * few + ["checkpoints"] * key.checkpointing + [gpu(key.machine)]
     picture.text(24, top + 18, f"{model}, {trained(key)}", 19, font_weight="600")
     picture.text(24, top + 40, ", ".join(details), 18, MUTED)
     for n, tool in enumerate(tool for tool in COLORS if tool in steps):
