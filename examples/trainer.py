@@ -38,6 +38,7 @@ def main(options):
     configure_packing(trainer)  # the only change
     trainer.train()
     trainer.save_model()
+    print(f"Saved the model and the tokenizer in {options.output}")
 
 
 if __name__ == "__main__":

@@ -145,6 +145,12 @@ class CommandLineTest(unittest.TestCase):
             end = f"transformers-packed {command}: error: unrecognized arguments: --foo\n"
             self.assertTrue(err.endswith(end), err)
 
+    def test_an_abbreviation_is_no_option(self):
+        status, _, err = run_command("train", "--model=m", "--data=d", "--output=o", "--learning-rat", "1e-4")
+        self.assertEqual(status, 2)
+        end = "unrecognized arguments: --learning-rat 1e-4. Did you mean --learning-rate?\n"
+        self.assertTrue(err.endswith(end), err)
+
     def test_version(self):
         self.assertEqual(run_command("--version"), (0, f"transformers-packed {__version__}\n", ""))
 

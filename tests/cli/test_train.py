@@ -41,7 +41,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 
 from transformers_packed import DataCollatorWithFlattening, PackingPlan
-from transformers_packed.cli import finetune, run_folder
+from transformers_packed.cli import early, finetune, run_folder
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8
 from transformers_packed.models.checkpoint_formats import PackedWeight
@@ -306,9 +306,9 @@ class CommandTest(unittest.TestCase):
         self.check_error(f"--every-turn without {shared}, got both. Remove", "--every-turn", f"{shared}=2")
         with mock.patch("datasets.__version__", "3.6.0"):
             self.check_error("needs datasets >= 4, which does not run dataset code", data="a/name")
-        with mock.patch.object(finetune, "find_spec", lambda name: None):
+        with mock.patch.object(early, "find_spec", lambda name: None):
             self.check_error("--lora needs peft: pip install peft", "--lora")
-        with mock.patch.object(finetune, "find_spec", lambda name: None if name == "bitsandbytes" else name):
+        with mock.patch.object(early, "find_spec", lambda name: None if name == "bitsandbytes" else name):
             self.check_error("--load-in-4bit needs bitsandbytes: pip install bitsandbytes", "--lora", "--load-in-4bit")
         # Without --lora, the rank would be ignored.
         for flag, value in (
@@ -319,6 +319,8 @@ class CommandTest(unittest.TestCase):
             ("--every-n-layers", "2"),
         ):
             self.assertEqual(self.train(flag, value)[0], 2)
+        # Also if a value is the default.
+        self.assertEqual(self.train("--epochs", "1", "--max-steps", "1")[0], 2)
 
     def test_a_release_without_the_options_of_checkpointing(self):
         with mock.patch.object(finetune, "can_select_checkpoints", lambda: False):
@@ -948,7 +950,7 @@ class CommandTest(unittest.TestCase):
         found = lambda name: name == "flashoptim" or find_spec(name)  # noqa: E731
         with (
             mock.patch.dict(sys.modules, {"flashoptim": flashoptim()}),
-            mock.patch.object(finetune, "find_spec", found),
+            mock.patch.object(early, "find_spec", found),
             mock.patch.object(finetune, "_has_gpu", lambda: True),
         ):
             yield
@@ -970,7 +972,7 @@ class CommandTest(unittest.TestCase):
 
     def test_processes_and_machines_of_an_optimizer(self):
         message = "needs flashoptim: pip install flashoptim"
-        with mock.patch.object(finetune, "find_spec", lambda name: None):
+        with mock.patch.object(early, "find_spec", lambda name: None):
             self.check_error(message, "--optim=flash_adamw")
         with self.flash(), mock.patch.object(finetune, "_has_gpu", lambda: False):
             self.check_error("expected a GPU with flash_adamw, got none", "--optim=flash_adamw")

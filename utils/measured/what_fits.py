@@ -35,7 +35,7 @@ def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[
 
 
 def add(found: dict, run: dict, trained: str, ms: float, gib: float, gpu: str, optimizer: bool = True) -> None:
-    weights = "4 bit" if trained == "QLoRA" else run.get("weights", "bfloat16").replace("float8", "FP8")
+    weights = "4 bit" if trained == "QLoRA" else run.get("weights", "bfloat16").replace("float8", "FP8 by torchao")
     weights += ", products in FP8" * bool(run.get("float8"))
     row = {"model": run["model"], "trained": trained, "weights": weights, "tokens": run["tokens"], "gpu": gpu}
     row |= {"checkpointing": run["checkpointing"], "offload": run.get("offload", False), "optimizer": optimizer}

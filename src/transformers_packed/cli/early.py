@@ -1,13 +1,16 @@
-"""What commands check before torch is imported, which takes seconds: that the model and the data are there."""
+"""What commands check before torch is imported, which takes seconds: packages, the model and the data."""
 
 import socket
 import time
+from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ..data.records.files import find_file, read_file
 from ..errors import input_error
+from ..models.optimizers import OPTIMIZERS
 
 
 LOCAL_OR_HUB = "a local directory or a model on the Hub"
@@ -17,6 +20,17 @@ UNREACHABLE = "the Hub could not be reached", "Check the name and the connection
 OFFLINE = "no such model in the cache (HF_HUB_OFFLINE is set)", "Unset it to download."
 # A connection that fails later is slow, and may work.
 _AT_ONCE = 1.0
+
+
+def check_packages(settings: Namespace) -> None:
+    """Raise an `ImportError` for an option whose package is not installed."""
+    needed = [(settings.lora, "--lora", "peft"), (settings.load_in_4bit, "--load-in-4bit", "bitsandbytes")]
+    if name := getattr(settings, "optim", None):
+        package = OPTIMIZERS[name].package
+        needed.append((package != "torch", f"--optim {name}", package))
+    for requested, option, package in needed:
+        if requested and find_spec(package) is None:
+            raise ImportError(f"{option} needs {package}: pip install {package}")
 
 
 def check_source(option: str, source: str) -> None:

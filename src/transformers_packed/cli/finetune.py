@@ -8,7 +8,6 @@ import os
 import time
 from argparse import Namespace
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +49,7 @@ from ..training.configure import configure_packing
 from ..training.optimizers import arguments_for, class_and_kwargs
 from ..training.warm_up import compiles_kernels, start_compiling
 from .checkpoint import check_same_ids, has_own_code, load_tokenizer, load_weights, reading
+from .early import check_packages
 from .folder_trainer import RunFolderTrainer
 from .lines import duration, say
 from .process import raise_on_interrupt
@@ -166,10 +166,7 @@ def _say_start(settings: Namespace, checkpoint: Path | None, damaged: list[str])
 
 def check_adapters(settings: Namespace) -> None:
     """Raise an `ImportError` for a missing package, or a `ValueError` for a rank that the op for experts cannot compute."""
-    packages = (settings.lora, "--lora", "peft"), (settings.load_in_4bit, "--load-in-4bit", "bitsandbytes")
-    for requested, option, package in packages:
-        if requested and find_spec(package) is None:
-            raise ImportError(f"{option} needs {package}: pip install {package}")
+    check_packages(settings)
     # PEFT would copy all experts in each forward.
     if settings.experts and settings.lora_rank > MAX_RANK:
         expected = f"a rank of at most {MAX_RANK} with --experts"
@@ -186,10 +183,8 @@ def _has_gpu() -> bool:
 
 
 def _check_optimizer(settings: Namespace) -> None:
-    """Raise an `ImportError` for a missing package, or a `ValueError` for what an optimizer cannot train."""
+    """Raise a `ValueError` for what an optimizer cannot train."""
     name, optimizer = settings.optim, OPTIMIZERS[settings.optim]
-    if find_spec(optimizer.package) is None:
-        raise ImportError(f"--optim {name} needs {optimizer.package}: pip install {optimizer.package}")
     processes, flash = int(os.environ.get("WORLD_SIZE", 1)), optimizer.package == "flashoptim"
     check_optimizer(
         name, "float32" if settings.lora else optimizer.weights, settings.gradient_accumulation_steps, "--optim"

@@ -4,6 +4,7 @@ import argparse
 import inspect
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -56,7 +57,8 @@ class Parser(argparse.ArgumentParser):
     """A parser that shows defaults, adds shared options, and refuses unknown arguments with its own usage."""
 
     def __init__(self, examples: Sequence[str] = (), **kwargs):
-        super().__init__(formatter_class=_Formatter, **kwargs)
+        # The abbreviation of one option may be a mistyped other one.
+        super().__init__(formatter_class=_Formatter, allow_abbrev=False, **kwargs)
         self.examples = examples
         if examples:
             self.epilog = "\n  ".join(["examples:", *examples])
@@ -65,7 +67,10 @@ class Parser(argparse.ArgumentParser):
         """Refuse unknown arguments. `argparse` hands those of a command to the main parser, and so shows its usage."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            known = [flag for action in self._actions for flag in action.option_strings]
+            close = [flag for word in unknown for flag in get_close_matches(word.partition("=")[0], known, 1, 0.8)]
+            advice = f". Did you mean {alternatives(close)}?" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
         given = {action.dest: getattr(namespace, action.dest, None) for action in self._actions}
         for flag, (other, why) in _NEEDS.items():
             if given.get(_dest(flag)) and not given[_dest(other)]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ..errors import input_error
 from ..training.options import Options, TrainingOptions
-from .early import check_data, check_source
+from .early import check_data, check_packages, check_source
 from .lines import say
 from .options import LONGEST_SAMPLE, SAMPLES, Parser, positive_float, positive_int
 from .run_folder import find_checkpoint
@@ -41,8 +41,10 @@ def add_options(parser: Parser) -> None:
     count("--max-length", f"{longest}--row-length)")
     turns = "train each assistant turn after the conversation as the template renders it up to there"
     add("--every-turn", action="store_true", help=turns)
-    add("--epochs", type=positive_float, default=1.0, metavar="X", help="passes over the data")
-    count("--max-steps", "optimizer steps, instead of --epochs")
+    length = parser.add_mutually_exclusive_group()
+    # As with the rows below, a default would hide an option that has the same value.
+    length.add_argument("--epochs", type=positive_float, metavar="X", help="passes over the data (default: 1)")
+    length.add_argument("--max-steps", type=positive_int, metavar="N", help="instead, optimizer steps")
     rows = parser.add_mutually_exclusive_group()
     per_row = f"samples per packed row on each device (default: {SAMPLES})"
     # argparse would not see a value that equals the default beside the other option.
@@ -97,11 +99,13 @@ def run(args: argparse.Namespace) -> None:
             f"at most --row-length, {args.row_length:,} tokens", f"{args.max_length:,}", fix, option="--max-length"
         )
     args.batch_size = 1 if args.row_length else args.batch_size or SAMPLES
+    args.epochs = args.epochs or 1.0
     args.options = {x.name: getattr(args, x.name) for x in fields(TrainingOptions) if hasattr(args, x.name)}
     args.options |= {"packing": "pack" if args.row_length else "padding_free", "max_length": args.row_length}
     args.options |= {"mtp_loss_weight": MTP_LOSS_WEIGHT * args.mtp, "teacher": args.teacher}
     Options(**args.options).check()
     # Before torch is imported, which takes seconds.
+    check_packages(args)
     checkpoint, damaged = find_checkpoint(args.output, args.resume)
     check_source("--model", args.model)
     if args.teacher:
