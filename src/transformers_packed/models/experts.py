@@ -58,7 +58,7 @@ def replaced_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def isolates(module: Any) -> bool:
-    """Whether the result of a token in this module of experts depends on other tokens in no bit."""
+    """Whether the result of a token in this module of experts is bit-identical whatever other tokens there are."""
     while hasattr(module, "base_layer"):
         module = module.base_layer
     # Any other module may lack these attributes, or have a forward of its own.

@@ -140,7 +140,7 @@ def is_in_float8(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
         return True
     # One line for all shapes of layers.
     logger.warning_once(
-        "use_float8: some layers compute short rows in the dtype of the model, which is faster for these."
+        "use_float8: rows that are too short for a layer to gain from float8 are computed in the dtype of the model."
     )
     return False
 
