@@ -232,7 +232,8 @@ class SequenceParallelTest(unittest.TestCase):
         self.assertEqual(sum(counted for counted, _, _ in shares), head)
         loss = model(**packed(samples), num_items_in_batch=max(trunk, 1), num_mtp_items_in_batch=head).loss
         expected = gradients(model, loss)
-        self.assertLess(abs(sum(x for _, x, _ in shares) - loss.item()), 2e-6)
+        # The loss is in float32.
+        self.assertLess(abs(sum(x for _, x, _ in shares) - loss.item()), 5e-6)
         got = {key: sum(share[key] for _, _, share in shares) for key in expected}
         self.assertLess(total_relative_error(got, expected), 1e-6)
 
