@@ -54,7 +54,7 @@ def _place(
     sorted_order_ptr, ends_ptr, tiles_ptr, order_ptr, rows_ptr, table_ptr, count, limit, E, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the order and its inverse as 32-bit integers, and for each tile its expert, first row, and last row."""
+    """Write the order and its inverse as 32-bit integers, and what [`_tile`] reads of each tile."""
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     choice = tl.load(sorted_order_ptr + item, mask=item < count, other=0)
     tl.store(order_ptr + item, choice.to(tl.int32), mask=item < count)
@@ -323,13 +323,8 @@ class Plan:
         # The most tiles that any routing can have.
         limit = count // _ROWS + number
         integers = partial(torch.empty, dtype=torch.int32, device=index.device)
-        order, rows, ends, tiles, table = (
-            integers(count),
-            integers(count),
-            integers(number),
-            integers(number),
-            integers(limit, 3),
-        )
+        order, rows, table = integers(count), integers(count), integers(limit, 3)
+        ends, tiles = integers(number), integers(number)
         _plan[(1,)](ids, ends, tiles, count, number, _ROWS, width)
         grid = (ceil_div(max(count, limit), 128),)
         _place[grid](by_expert, ends, tiles, order, rows, table, count, limit, number, _ROWS, width, 128)
