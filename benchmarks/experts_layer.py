@@ -140,12 +140,9 @@ def measure(model: str, tokens: int, args) -> dict:
     return {"model": model, "tokens": tokens, "lora": args.lora, "flops": flops, "arms": found}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure_all(measure: Callable[..., dict], parser: argparse.ArgumentParser) -> int:
+    """Add the options of all measurements of layers, and call `measure` for each model and number of tokens."""
     parser.add_argument("--models", nargs="+", choices=MIXTURES, default=["35B-A3B", "Next-80B"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16384])
-    parser.add_argument("--lora", action="store_true", help="frozen weights and adapters of rank 16")
-    parser.add_argument("--repeats", type=int, default=10, help="steps of a timed round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="add the results to this JSON file")
@@ -157,6 +154,14 @@ def main() -> int:
             if args.output:
                 args.output.write_text(json.dumps(report, indent=1) + "\n")
     return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16384])
+    parser.add_argument("--lora", action="store_true", help="frozen weights and adapters of rank 16")
+    parser.add_argument("--repeats", type=int, default=10, help="steps of a timed round")
+    return measure_all(measure, parser)
 
 
 if __name__ == "__main__":

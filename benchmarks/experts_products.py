@@ -11,25 +11,22 @@ of tiles.
 
 import argparse
 import importlib.util
-import json
-import shlex
 import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from experts_layer import measure_all
 from shapes import MODELS
-from step import earlier_report, machine_name, timed
+from step import timed
 from transformers import set_seed
 
 from transformers_packed.ops import choose_experts
 from transformers_packed.ops.backends.triton.grouped_products import Plan
 
 
-MIXTURES = [name for name, config in MODELS.items() if "num_experts" in config]
 # Rows and columns of a tile, whether two groups of warps take turns ("ping-pong"), and processors of a cluster.
 QUACK_TILES = [
     (128, 128, True, 1),
@@ -164,20 +161,9 @@ def measure(model: str, tokens: int, args) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MIXTURES, default=["35B-A3B", "Next-80B"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 2048])
     parser.add_argument("--repeats", type=int, default=20, help="products of a timed round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="add the results to this JSON file")
-    args = parser.parse_args()
-    report = earlier_report(args.output, machine_name(args.device), parser)
-    for model in args.models:
-        for tokens in args.tokens:
-            report["runs"].append({"command": shlex.join(["python", *sys.argv])} | measure(model, tokens, args))
-            if args.output:
-                args.output.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+    return measure_all(measure, parser)
 
 
 if __name__ == "__main__":
