@@ -22,7 +22,10 @@ SIZES = TINY | {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }
+# Attention between two runs of other layers.
+BETWEEN = {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]}
 MODELS = {
+    "attention_between": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES | BETWEEN)),
     "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES)),
     "qwen3_next": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, mlp_only_layers=[0, 1, 2, 3])),
     "qwen3_5_moe": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SIZES, **EXPERTS)),
@@ -67,8 +70,8 @@ def recordings_on_a_cpu():
         yield
 
 
-def models_of(name="qwen3_5"):
+def models_of(name="qwen3_5", **options):
     """Build a model with graphs and one without."""
     set_seed(0)
     plain = MODELS[name]().train()
-    return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH), plain
+    return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH, **options), plain

@@ -139,6 +139,23 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
             self.assertLess(loss, 1e-3)
             self.assertLess(gradient, 1e-2)
 
+    @parameterized.expand([(family, again) for family in ("qwen3_5", "qwen3_5_moe") for again in (False, True)])
+    def test_attention_outside(self, family, again):
+        """Layers of attention run between graphs, which have to run in the order of their recordings."""
+        graphed, plain = models_of(family)
+        use_cuda_graphs(graphed, ROW_LENGTH, attention=False)
+        for model in (graphed, plain) if again else ():
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        full, short = (self.compare(graphed, plain, rows.values()) for rows in (FULL, SHORT))
+        self.assertEqual(len(graphed.model.layer_graphs._graphs), 2)
+        report(
+            f"CUDA graphs without attention: {family}{', gradient checkpointing' * again}",
+            **{"full rows, gradients": full[1], "shorter rows, loss": short[0], "shorter rows, gradients": short[1]},
+        )
+        self.assertEqual(full[0], 0)
+        self.assertLess(short[0], 1e-3)
+        self.assertLess(max(full[1], short[1]), 1e-2)
+
     def test_load_of_experts(self):
         """Graphs count the choices of real tokens, but neither padding nor the forwards before a recording."""
         rows, totals = [*FULL.values(), *SHORT.values(), *FULL.values()], []

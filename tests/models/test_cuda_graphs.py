@@ -170,7 +170,7 @@ def steps_under_ddp():
         return *gradients, RunsAgain.replayed
 
 
-class CudaGraphsTest(unittest.TestCase):
+class RecordedTest(unittest.TestCase):
     def setUp(self):
         RunsAgain.made = RunsAgain.replayed = 0
         self.enterContext(recordings_on_a_cpu())
@@ -190,6 +190,8 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertEqual(set(found), set(expected))
         self.assertLess(total_relative_error(found, expected), 1e-6)
 
+
+class CudaGraphsTest(RecordedTest):
     @parameterized.expand(["qwen3_5", "qwen3_5_moe"])
     def test_computes_what_the_layers_do(self, name):
         graphed, plain = models_of(name)
@@ -384,6 +386,74 @@ class CudaGraphsTest(unittest.TestCase):
         ):
             with self.assertRaisesRegex(ValueError, expected):
                 use_cuda_graphs(model, length)
+
+
+class AttentionOutsideTest(RecordedTest):
+    """Layers of attention run between the graphs of the others."""
+
+    def models(self):
+        return models_of("attention_between", attention=False)
+
+    def test_computes_what_the_layers_do(self):
+        graphed, plain = self.models()
+        rows = [row_of(lengths) for lengths in ROWS.values()]
+        calls = count_calls(graphed)
+        for row in rows:
+            self.assert_same_step(graphed, plain, row)
+        self.assertEqual((RunsAgain.made, RunsAgain.replayed, self.warnings), (3 * 4, 4 * len(rows), []))
+        # Two warm-ups and a recording for each of three graphs, and the rows.
+        recorded = 3 * 3 + len(rows)
+        self.assertEqual(calls, [recorded, len(rows), recorded, recorded])
+        self.assert_same_step(graphed, plain, *rows[:3])
+
+    def test_checkpointing(self):
+        graphed, plain = self.models()
+        enable_checkpointing(graphed, 1)
+        calls = count_calls(graphed)
+        rows = [row_of(ROWS[lengths]) for lengths in ("several", "seven")]
+        for row in rows:
+            self.assert_same_step(graphed, plain, row)
+        recorded = 2 * (2 * 3 + len(rows))
+        # Outside, torch's checkpoint calls what is inside of the counted call again.
+        self.assertEqual(calls, [recorded, len(rows), recorded, recorded])
+        self.assertEqual(self.warnings, [])
+
+    def test_parameters_that_are_frozen_or_shared(self):
+        graphed, plain = self.models()
+        for model in (graphed, plain):
+            first, second, third, _ = model.model.layers
+            third.mlp.up_proj.weight = first.mlp.up_proj.weight
+            second.mlp.down_proj.weight = first.mlp.down_proj.weight
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        for model in (graphed, plain):
+            freeze(model, 1)
+            model.model.layers[1].requires_grad_(False)
+            first.mlp.requires_grad_(False)
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        # Nothing before the third layer is trained, so the first run of layers has no backward.
+        self.assertEqual((RunsAgain.made, RunsAgain.replayed), (4 + 3, 4 + 3))
+
+    def test_each_backward_runs_once(self):
+        graphed, plain = self.models()
+        first, second = (row_of([20, 30], seed) for seed in (1, 2))
+        loss = graphed(**first).loss
+        graphed(**second).loss.backward()
+        self.assertIn("backward of an earlier row has not run yet", self.warnings[0])
+        graphed.zero_grad()
+        loss.backward()
+        plain(**first).loss.backward()
+        self.assertLess(total_relative_error(trained(graphed), trained(plain)), 1e-6)
+        del first["labels"]
+        output = graphed.model(**first).last_hidden_state.sum()
+        output.backward(retain_graph=True)
+        with self.assertRaisesRegex(RuntimeError, "backward has already run for this forward"):
+            output.backward()
+
+    def test_copies(self):
+        graphed, _ = self.models()
+        for other in (copy.deepcopy(graphed), pickle.loads(pickle.dumps(graphed))):
+            cuda_graphs.forget_graphs(other)
+            self.assertFalse(other.model.layer_graphs.attention)
 
 
 class OpenBoundariesTest(unittest.TestCase):

@@ -34,7 +34,7 @@ def shared_memory(kernel, target, signature, constants, **options):
 
 def product(target, rank, n, k, *, transposed, of_tokens):
     rows, step, columns = kernels._ROWS, kernels._STEP, 256
-    stages, parts = kernels._schedule(rank)
+    stages, parts, joined = kernels._schedule(rank, target // 10)
     second = descriptor(columns, rank) if transposed else descriptor(rank, columns)
     integers = dict.fromkeys(("order_ptr", "table_ptr", "tiles_ptr"), "*i32") | dict.fromkeys(("FIRST", "LAST"), "i32")
     signature = integers | {
@@ -45,7 +45,7 @@ def product(target, rank, n, k, *, transposed, of_tokens):
         "y_ptr": "*bf16",
     }
     constants = {"N": n, "K": k, "RANK": rank, "TOP": 8 * of_tokens, "TRANSPOSED": transposed, "ROWS": rows}
-    constants |= {"COLUMNS": columns, "STEP": step, "PROGRAMS": 132, "PARTS": parts}
+    constants |= {"COLUMNS": columns, "STEP": step, "PROGRAMS": 132, "PARTS": parts, "JOINED": joined}
     kernel = kernels._rows_times_experts
     return shared_memory(kernel, target, signature, constants, num_warps=8, num_stages=stages)
 

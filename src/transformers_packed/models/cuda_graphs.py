@@ -11,7 +11,7 @@ A graph computes the same results as the layers. Embedding, final norm, head and
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from .experts import isolates
 from .families import OWN, families_of, titles
 from .family import Own
 from .quantized_weights import StoredWeight, tensors_of
-from .recordings import RecordedLayers, Use, is_on_gpu, new_place
+from .recordings import RecordedLayers, RecordedRow, Use, is_on_gpu, new_place
 from .releases import checkpoint_of
 from .replacements import Model
 from .untouched import hooks_of
@@ -49,7 +49,7 @@ _WEIGHTS = (torch.nn.Parameter, torch.Tensor)
 _RECORDING = "transformers.utils.output_capturing"
 
 
-def use_cuda_graphs(model: Model, max_length: int) -> Model:
+def use_cuda_graphs(model: Model, max_length: int, *, attention: bool = True) -> Model:
     """Run the layers of a model as CUDA graphs when it trains on packed rows of up to `max_length` tokens.
 
     Graphs speed up rows whose kernels finish before the host can launch the next ones: up to about 8,192 tokens for
@@ -67,6 +67,9 @@ def use_cuda_graphs(model: Model, max_length: int) -> Model:
             A Qwen3.5/3.6/3.8 or Qwen3-Next model of this package, on a CUDA device.
         max_length (`int`):
             The length in tokens of the longest row that uses a graph. Must be a multiple of 64.
+        attention (`bool`, *optional*, defaults to `True`):
+            Whether layers of softmax attention are recorded too. On long rows, `False` is faster if the host can launch
+            these layers in time: a graph does not know the documents' lengths, by which attention chooses kernels.
 
     Returns:
         `torch.nn.Module`: the same model. `use_cuda_graphs(model, 0)` disables graphs and frees their memory.
@@ -90,7 +93,7 @@ def use_cuda_graphs(model: Model, max_length: int) -> Model:
             "max_length as a multiple of 64", repr(max_length), "Round up the length of the longest row."
         )
     for text in text_models_of(model):
-        text.layer_graphs = LayerGraphs(max_length)
+        text.layer_graphs = LayerGraphs(max_length, attention)
     return model
 
 
@@ -133,6 +136,12 @@ def text_models_of(model: torch.nn.Module) -> list[Any]:
     return texts
 
 
+def share_of_attention(model: torch.nn.Module) -> float:
+    """Return the share of layers that `use_cuda_graphs(..., attention=False)` leaves outside of graphs."""
+    layers = [layer for text in find_text_models(model) for layer in _layers_of(text)]
+    return sum(map(_has_attention, layers)) / len(layers)
+
+
 def records_graphs(text: Any) -> bool:
     """Whether a row of this text model has been recorded."""
     return text.layer_graphs is not None and bool(text.layer_graphs._graphs)
@@ -148,7 +157,7 @@ def forget_graphs(model: torch.nn.Module) -> None:
     """Remove recorded graphs of modules in `model`, whose code or tensors have changed. The next rows record others."""
     for text in find_text_models(model):
         if text.layer_graphs is not None:
-            text.layer_graphs = LayerGraphs(text.layer_graphs.max_length)
+            text.layer_graphs = LayerGraphs(text.layer_graphs.max_length, text.layer_graphs.attention)
 
 
 def without_graphs(model: torch.nn.Module) -> AbstractContextManager:
@@ -188,30 +197,36 @@ class _AllLayers(torch.nn.Module):
     def __init__(self, graphs: "LayerGraphs", text: Any, boundaries: SequenceBoundaries):
         super().__init__()
         # Not registered as submodules, because they need no setup.
-        layers = text.layers[: text.config.num_hidden_layers]
+        layers = _layers_of(text)
         vars(self).update(graphs=graphs, text=text, layers=layers, boundaries=boundaries)
 
     def forward(self, hidden_states: torch.Tensor, *, position_embeddings, **options: Any) -> torch.Tensor:
-        inputs = (hidden_states, *position_embeddings)
         # Walking through the modules takes the host a millisecond.
         modules = list(self.layers.modules())
         reasons = self.graphs.reasons_against(hidden_states, self.boundaries)
         reason = _first(chain(reasons, _reasons_of_layers(self.layers, modules, hidden_states)))
         if not reason:
             self.graphs.follow(modules)
-            return self.graphs.run(self.layers, attention_of(self.text.config), inputs, self.boundaries)
+            options["position_embeddings"] = position_embeddings
+            return self.graphs.run(
+                self.layers, attention_of(self.text.config), hidden_states, self.boundaries, options
+            )
         _warn(reason)
         for layer in self.layers:
             hidden_states = layer(hidden_states, position_embeddings=position_embeddings, **options)
         return hidden_states
 
 
+# Layers of a recording, or one that runs outside.
+_Part = RecordedLayers | torch.nn.Module
+
+
 class LayerGraphs:
     """The graphs of one model's layers, keyed by the properties of their inputs. All graphs share one memory pool."""
 
-    def __init__(self, max_length: int):
-        self.max_length = max_length
-        self._graphs: dict[tuple, RecordedLayers] = {}
+    def __init__(self, max_length: int, attention: bool = True):
+        self.max_length, self.attention = max_length, attention
+        self._graphs: dict[tuple, tuple[RecordedRow, list[_Part]]] = {}
         self._parameters: list[torch.nn.Parameter] = []
         self._made_for: list = []
         self._settings: list[tuple[dict, str, Any]] = []
@@ -219,7 +234,7 @@ class LayerGraphs:
         self._last: Callable[[], Use | None] = lambda: None
 
     def __reduce__(self):
-        return type(self), (self.max_length,)
+        return type(self), (self.max_length, self.attention)
 
     def reasons_against(
         self, hidden_states: torch.Tensor, boundaries: SequenceBoundaries
@@ -230,7 +245,7 @@ class LayerGraphs:
         longer = hidden_states.shape[1] > self.max_length
         yield longer, f"the row has more than max_length={self.max_length} tokens"
         last = self._last()
-        yield last is not None and not last.over, "the backward of an earlier row has not run yet"
+        yield last is not None and bool(last.left), "the backward of an earlier row has not run yet"
 
     def follow(self, modules: list[torch.nn.Module]) -> None:
         """Forget all graphs if they read old addresses, or ran the layers in their old modes and settings."""
@@ -256,32 +271,68 @@ class LayerGraphs:
         self,
         layers: torch.nn.ModuleList,
         attention: str,
-        inputs: tuple[torch.Tensor, ...],
+        hidden_states: torch.Tensor,
         boundaries: SequenceBoundaries,
+        options: dict[str, Any],
     ) -> torch.Tensor:
-        """Apply the layers to `inputs` (hidden states `[1, T, hidden]`, cosines and sines `[1, T, rotary]`)."""
+        """Apply the layers to hidden states `[1, T, hidden]`. `options` are the arguments of a layer."""
         slots = _slots(boundaries.num_documents)
-        cast = autocast_dtype(inputs[0])
+        cast, positions = autocast_dtype(hidden_states), options["position_embeddings"]
         kernels = attention, cast, is_batch_invariant()
+        inputs = hidden_states, *positions
         key = (slots, *kernels, *((x.shape[2:], x.dtype, x.requires_grad) for x in inputs))
-        graph = self._graphs.get(key)
-        if graph is None:
-            if self._place is None:
-                self._place = new_place()
+        if key not in self._graphs:
             logger.info(f"{_CALL}: recording a graph for rows of up to {slots - 2} documents.")
-            graph = RecordedLayers(list(layers), self._parameters, inputs, self.max_length, slots, cast, self._place)
-            self._graphs[key] = graph
-        graph.fill(inputs, boundaries)
+            row = RecordedRow(positions, self.max_length, slots, cast)
+            self._graphs[key] = row, self._record(layers, row, hidden_states)
+        row, parts = self._graphs[key]
+        row.fill(positions, boundaries)
         use = Use()
         self._last = weakref.ref(use)
-        return graph.run(use, inputs[0], self._parameters)
+        for part in parts:
+            if isinstance(part, RecordedLayers):
+                hidden_states = part.run(use, hidden_states)
+            else:
+                hidden_states = part(hidden_states, **options)
+        return hidden_states
+
+    def _record(self, layers: torch.nn.ModuleList, row: RecordedRow, like: torch.Tensor) -> "list[_Part]":
+        """Record the layers, but return those of attention as they are if they run outside of graphs."""
+        self._place = self._place or new_place()
+        parts: list[_Part] = []
+        trained = like.requires_grad
+        for outside, run in groupby(layers, lambda layer: not self.attention and _has_attention(layer)):
+            span = list(run)
+            if outside:
+                parts += span
+            else:
+                recording = RecordedLayers(span, self._parameters, row, like, trained)
+                parts.append(recording)
+                like = recording.output
+            trained = trained or any(x.requires_grad for layer in span for x in layer.parameters())
+        recorded = [part for part in parts if isinstance(part, RecordedLayers)]
+        for part in recorded:
+            part.record_forward(self._place)
+        for part in reversed(recorded):
+            part.record_backward(self._place)
+        for part in recorded:
+            part.finish()
+        return parts
 
 
 def reason_of_layers(text: Any, device: torch.device) -> str:
     """Return why the layers of a text model cannot run as graphs on a GPU in training, or an empty string."""
-    layers = text.layers[: text.config.num_hidden_layers]
+    layers = _layers_of(text)
     inputs = torch.empty(0, device=device, requires_grad=True)
     return _first(_reasons_of_layers(layers, list(layers.modules()), inputs))
+
+
+def _layers_of(text: Any) -> torch.nn.ModuleList:
+    return text.layers[: text.config.num_hidden_layers]
+
+
+def _has_attention(layer: torch.nn.Module) -> bool:
+    return hasattr(layer, "self_attn")
 
 
 def _places(parameters: Iterable[torch.Tensor]) -> list[tuple[int, torch.dtype, bool]]:

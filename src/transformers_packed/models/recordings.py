@@ -1,7 +1,7 @@
-"""A recording of layers: one forward and one backward as CUDA graphs, and the autograd function that replays them."""
+"""Recordings of layers: one forward and one backward as CUDA graphs, and the autograd function that replays them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,45 +17,94 @@ _WARM_UPS = 2
 
 
 class Use:
-    """One forward of a graph. No other forward may overwrite its activations until its backward has finished."""
+    """One forward of the graphs of a row. No other forward may overwrite its activations until its backward has finished."""
 
-    over = False
+    def __init__(self):
+        # The recordings whose backward has not run yet.
+        self.left: set[RecordedLayers] = set()
+
+
+class RecordedRow:
+    """What the recordings of a row read: cosines and sines, and the boundaries of up to a number of documents."""
+
+    def __init__(self, position_embeddings, max_length, slots, cast):
+        self.position_embeddings = [x.new_zeros(x.shape[0], max_length, *x.shape[2:]) for x in position_embeddings]
+        self.max_length, device = max_length, position_embeddings[0].device
+        self.cu_seqlens = torch.full((slots + 1,), max_length, dtype=torch.int32, device=device)
+        self.cu_seqlens[0] = 0
+        # Without the cache, so the graph does not keep reading weights that were cast before the recording.
+        self.autocast = partial(torch.autocast, device.type, cast, enabled=cast is not None, cache_enabled=False)
+        self._shared: dict[tuple, torch.Tensor] = {}
+
+    def fill(self, position_embeddings: Iterable[torch.Tensor], boundaries: SequenceBoundaries) -> None:
+        for mine, given in zip(self.position_embeddings, position_embeddings, strict=True):
+            mine[:, : given.shape[1]].copy_(given)
+        ends = boundaries.cu_seqlens
+        self.cu_seqlens[: len(ends)].copy_(ends)
+        self.cu_seqlens[len(ends) :].fill_(self.max_length)
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of a layer."""
+        # A new tensor, because kernel packages cache results by the identity of this tensor.
+        boundaries = _open_boundaries(self.cu_seqlens.clone(), self.max_length)
+        options = {"attention_mask": None, "position_ids": boundaries.position_ids, "boundaries": boundaries}
+        return options | {"position_embeddings": tuple(self.position_embeddings)}
+
+    def shared(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that all recordings of this row use, one after the other."""
+        key = name, like.shape, like.dtype
+        if key not in self._shared:
+            self._shared[key] = torch.zeros_like(like)
+        return self._shared[key]
 
 
 class RecordedLayers:
-    """The recordings of one forward and one backward of layers, for rows of up to a number of documents."""
+    """The recordings of one forward and one backward of consecutive layers of a [`RecordedRow`].
 
-    def __init__(self, layers, parameters, inputs, max_length, slots, cast, place):
-        self.inputs = [x.new_zeros(x.shape[0], max_length, *x.shape[2:]) for x in inputs]
-        self.inputs[0].requires_grad_(inputs[0].requires_grad)
-        self.cu_seqlens = torch.full((slots + 1,), max_length, dtype=torch.int32, device=inputs[0].device)
-        self.cu_seqlens[0] = 0
+    Recordings with one memory pool have to run in the order in which they were made.
+    """
+
+    def __init__(self, layers, parameters, row, like, trained):
+        """Run the layers a few times, on rows `like` this one, which requires gradients if `trained`."""
+        own = {parameter for layer in layers for parameter in layer.parameters()}
+        self._parameters = [parameter for parameter in parameters if parameter in own]
+        self._row, self._layers = row, layers
+        self._input = like.new_zeros(like.shape[0], row.max_length, *like.shape[2:]).requires_grad_(trained)
         self._segments = list(_segments(layers))
         self._stand_ins = _stand_ins(layers)
-        self._wanted = [x for x in (self.inputs[0], *(self._stand_ins[x] for x in parameters)) if x.requires_grad]
-        device = inputs[0].device.type
-        # Without the cache, so the graph does not keep reading weights that were cast before the recording.
-        self._autocast = partial(torch.autocast, device, cast, enabled=cast is not None, cache_enabled=False)
-        # The graph itself computes the layers again.
-        with swapped(*map(vars, layers), gradient_checkpointing=False):
-            with _beside_other_work():
-                for _ in range(_WARM_UPS):
-                    (output,) = self._compute()
-                    self.d_output = torch.zeros_like(output)
-                    self._differentiate()
-            # Free autograd's nodes on that stream, and after the recordings the activations in the pool.
-            self._saved = None
+        self._wanted = [x for x in (self._input, *(self._stand_ins[x] for x in self._parameters)) if x.requires_grad]
+        with self._as_recorded(), _beside_other_work():
+            for _ in range(_WARM_UPS):
+                (self.output,) = self._compute()
+                self._d_output = row.shared("gradient", self.output)
+                self._differentiate()
+        # Free autograd's nodes on that stream.
+        self._saved = None
+
+    @property
+    def trained(self) -> bool:
+        return bool(self._wanted)
+
+    def record_forward(self, place: tuple) -> None:
+        with self._as_recorded():
             self._forward = _Recording(self._compute, place)
-            self._backward = _Recording(self._differentiate, place)
-            self._saved = self._options = None
+
+    def record_backward(self, place: tuple) -> None:
+        if self.trained:
+            with self._as_recorded():
+                self._backward = _Recording(self._differentiate, place)
+
+    def finish(self) -> None:
+        """Free the activations in the pool, when no other recording of the row can take their memory."""
+        self._saved = self._options = None
+
+    def _as_recorded(self) -> AbstractContextManager:
+        # The graph itself computes the layers again.
+        return swapped(*map(vars, self._layers), gradient_checkpointing=False)
 
     def _compute(self) -> list[torch.Tensor]:
         """Return the output of the layers, and save what their backward needs."""
-        # A new tensor, because kernel packages cache results by the identity of this tensor.
-        x, *position_embeddings = self.inputs
-        boundaries = _open_boundaries(self.cu_seqlens.clone(), x.shape[1])
-        self._options = {"attention_mask": None, "position_ids": boundaries.position_ids, "boundaries": boundaries}
-        self._options["position_embeddings"] = tuple(position_embeddings)
+        x, self._options = self._input, self._row.options()
         self._saved = []
         for layers, again in self._segments:
             parameters = (self._stand_ins[parameter] for layer in layers for parameter in layer.parameters())
@@ -64,12 +113,12 @@ class RecordedLayers:
                 output = self._run(layers, x)
             self._saved.append((layers, trained, x, None if again else output))
             x = output.detach().requires_grad_(x.requires_grad or bool(trained))
-        return [x.detach()]
+        return [self._row.shared("output", x).copy_(x.detach())]
 
     def _differentiate(self) -> list[torch.Tensor | None]:
         """Return the gradients of the input and of all trained parameters."""
         found: dict[torch.Tensor, torch.Tensor] = {}
-        gradient: torch.Tensor | None = self.d_output
+        gradient: torch.Tensor | None = self._d_output
         for layers, trained, x, output in reversed(self._saved):
             leaves = [x, *trained] if x.requires_grad else trained
             if not leaves:
@@ -86,35 +135,32 @@ class RecordedLayers:
         return [found.get(leaf) for leaf in self._wanted]
 
     def _run(self, layers: list[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
-        with self._autocast():
+        with self._row.autocast():
             for layer in layers:
                 own = {name: self._stand_ins[parameter] for name, parameter in layer.named_parameters()}
                 x = torch.func.functional_call(layer, own, (x,), self._options)
         return x
 
-    @torch.no_grad()
-    def fill(self, inputs: tuple[torch.Tensor, ...], boundaries: SequenceBoundaries) -> None:
-        length, ends = inputs[0].shape[1], boundaries.cu_seqlens
-        for mine, given in zip(self.inputs, inputs, strict=True):
-            mine[:, :length].copy_(given)
-        # An earlier row may have left values that are not finite.
-        self.inputs[0][:, length:].zero_()
-        self.cu_seqlens[: len(ends)].copy_(ends)
-        self.cu_seqlens[len(ends) :].fill_(self.inputs[0].shape[1])
+    def run(self, use: Use, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Apply the layers to a row whose boundaries [`RecordedRow.fill`] has copied, as one node of autograd."""
+        if self.trained:
+            use.left.add(self)
+        return _Replay.apply(self, use, hidden_states, *self._parameters)
 
-    def run(self, use: Use, hidden_states: torch.Tensor, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-        """Apply the layers to a row that [`RecordedLayers.fill`] has copied, as one node of autograd."""
-        return _Replay.apply(self, use, hidden_states, *parameters)
-
-    def forward(self, length: int) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        length = hidden_states.shape[1]
+        with torch.no_grad():
+            self._input[:, :length].copy_(hidden_states)
+            # An earlier row may have left values that are not finite.
+            self._input[:, length:].zero_()
         (output,) = self._forward.replay()
         return output[:, :length].clone()
 
     def backward(self, d_output: torch.Tensor) -> list[torch.Tensor | None]:
         """Return the requested gradients as new tensors, because the next replay overwrites the recorded ones."""
         length = d_output.shape[1]
-        self.d_output[:, :length].copy_(d_output)
-        self.d_output[:, length:].zero_()
+        self._d_output[:, :length].copy_(d_output)
+        self._d_output[:, length:].zero_()
         gradients = self._backward.replay()
         copies = iter(torch._foreach_mul([x for x in gradients if x is not None], 1))
         return [None if x is None else next(copies) for x in gradients]
@@ -162,12 +208,12 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, graph, use, hidden_states, *parameters):
         ctx.graph, ctx.use, ctx.length = graph, use, hidden_states.shape[1]
         ctx.parameters, ctx.versions = parameters, [x._version for x in parameters]
-        return graph.forward(ctx.length)
+        return graph.forward(hidden_states)
 
     @staticmethod
     @first_order("Train without graphs.")
     def backward(ctx, d_output):
-        if ctx.use.over:
+        if ctx.graph not in ctx.use.left:
             raise RuntimeError(
                 "use_cuda_graphs: backward has already run for this forward, and its activations are gone. Run the forward "
                 "again, or train without graphs to use retain_graph=True."
@@ -178,7 +224,7 @@ class _Replay(torch.autograd.Function):
                 "after backward."
             )
         gradients = ctx.graph.backward(d_output)
-        ctx.use.over = True
+        ctx.use.left.remove(ctx.graph)
         if not ctx.needs_input_grad[2]:
             return None, None, None, *gradients
         d_hidden_states, *others = gradients

@@ -7,14 +7,17 @@ import torch
 
 from ..data.planning.memory import FILLED
 from ..errors import described
-from ..models.cuda_graphs import records_graphs, text_models_of, use_cuda_graphs
+from ..models.cuda_graphs import records_graphs, share_of_attention, text_models_of, use_cuda_graphs
 
 
 _REPEATS = 5
 # A small gain is worth neither the memory of the graphs nor their limits.
 _GAIN = 1.1
-# The host's time for clipping, the optimizer and the rest of a step over that for a row: 0.1 to 0.3 in measured steps.
-_REST = 0.2
+# The host's time for a step over its shortest time for a row is 1.4 to 1.7 in measured steps. Launches take longer while
+# the GPU computes and the host collects garbage. The rest is clipping, the optimizer and the data.
+_LAUNCHES, _REST = 1.25, 0.2
+# How many times faster than the GPU the host has to launch layers outside of graphs.
+_IN_TIME = 2
 _GIB = 2**30
 
 
@@ -29,8 +32,9 @@ def choose_graphs(
 ) -> tuple[bool, str]:
     """Run the layers of `model` as CUDA graphs if its rows are faster that way and the memory suffices.
 
-    A row whose kernels take longer than the host needs for a step gains nothing from graphs, and none is recorded. The
-    memory of graphs is what the allocator reserves for them.
+    A row whose kernels take longer than the host needs for a step gains nothing from graphs, and none is recorded. On
+    long rows, layers of attention stay outside of graphs if the host is fast enough to launch them meanwhile. The memory
+    of graphs is what the allocator reserves for them.
 
     Args:
         model (`torch.nn.Module`):
@@ -55,7 +59,7 @@ def choose_graphs(
     on = False
     try:
         short, longest = run_short or run, run_longest or run
-        on, reason = _choose(model, max_length, run, short, longest, others, 1 + _REST / rows_per_step)
+        on, reason = _choose(model, max_length, run, short, longest, others, _LAUNCHES * (1 + _REST / rows_per_step))
     except Exception as error:
         reason = f"measuring stopped with {described(error)}"
     finally:
@@ -74,6 +78,8 @@ def _choose(model, max_length, run, run_short, run_longest, others, step_per_row
     # One row shows a large difference.
     if 2 * host > plain:
         plain = _time(run)[1]
+    # A row that takes longer than its launches tells the time of the GPU.
+    known = plain if plain > _GAIN * host else 0.0
     host *= step_per_row
     if host < plain:
         return False, f"a row takes the GPU {plain:.0f} ms and the host about {host:.0f} ms"
@@ -85,13 +91,12 @@ def _choose(model, max_length, run, run_short, run_longest, others, step_per_row
     # The graphs keep the activations and gradients of a step.
     if step > room:
         return False, f"graphs may need {step / _GIB:.1f} GiB, and {max(room, 0) / _GIB:.1f} GiB are free"
-    use_cuda_graphs(model, max_length)
-    run()
-    if not all(records_graphs(text) for text in text_models_of(model)):
+    found = _fastest_graphs(model, max_length, run, _IN_TIME * share_of_attention(model) * host, known)
+    if found is None:
         return False, "the layers cannot run as graphs"
-    graphed = _time(run)[1]
+    graphed, of = found
     alone = f"the GPU takes {plain:.0f} ms and the host about {host:.0f} ms"
-    gain = f"a row takes {graphed:.0f} ms with graphs; without, {alone}"
+    gain = f"a row takes {graphed:.0f} ms with graphs{of}; without, {alone}"
     if graphed * _GAIN >= max(plain, host):
         return False, gain
     for record in others:
@@ -100,6 +105,23 @@ def _choose(model, max_length, run, run_short, run_longest, others, step_per_row
     if pool >= room:
         return False, f"graphs keep {pool / _GIB:.1f} GiB, and {room / _GIB:.1f} GiB are free"
     return True, f"{gain}; the graphs keep {pool / _GIB:.1f} GiB"
+
+
+def _fastest_graphs(model, max_length, run, in_time: float, known: float) -> tuple[float, str] | None:
+    """Turn graphs on, and return the time of a row and what the graphs leave out.
+
+    Attention stays outside of graphs of rows that take longer than `in_time`. The host then launches it while the GPU
+    computes other layers. `known` is the time of a row if it is known before graphs are recorded.
+    """
+    for attention in (True, False) if known < in_time else (False,):
+        use_cuda_graphs(model, max_length, attention=attention)
+        run()
+        if not all(records_graphs(text) for text in text_models_of(model)):
+            return None
+        graphed = _time(run)[1]
+        if graphed < in_time:
+            break
+    return graphed, "" if attention else " of all layers but those of attention"
 
 
 def _time(run: Callable[[], None], repeats: int = _REPEATS) -> tuple[float, float]:
