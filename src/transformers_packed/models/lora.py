@@ -16,6 +16,10 @@ from .releases import has_swapped_features
 from .untouched import is_bare_linear, is_untouched
 
 
+# The names that PEFT gives to LoRA's factors, in the names of parameters.
+FACTORS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
+
+
 def adapted_layers(model: Any) -> dict[str, torch.nn.Linear]:
     """Return the linear layers for adapters of a model, by name: all but the head and those that PEFT takes for experts.
 

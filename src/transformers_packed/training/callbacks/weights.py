@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ...errors import input_error
+from ...models.lora import FACTORS
 from ..facts import package_of
 from ..optimizers import unwrapped
 from .gradient_release import end_releases
@@ -21,8 +22,6 @@ logger = logging.get_logger(__name__)
 # Packages whose optimizers round each update to the dtype of the weight. Others may keep a float32 copy, the rounded bits,
 # or round at random: nothing is said about them.
 _IN_PLACE = "torch", "transformers", "bitsandbytes"
-# LoRA's factors are small and have high learning rates, so their updates are not lost. TRL trains QLoRA in bfloat16.
-_FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
 
 
 class WeightsCallback(TrainerCallback):
@@ -59,7 +58,8 @@ def rounded_away(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> st
     # torchao's optimizers have this option.
     if package_of(optimizer) not in _IN_PLACE and getattr(optimizer, "bf16_stochastic_round", True):
         return None
-    factors = {id(x) for name, x in model.named_parameters() if not _FACTORS.isdisjoint(name.split("."))}
+    # LoRA's factors are small and have high learning rates, so their updates are not lost. TRL trains QLoRA in bfloat16.
+    factors = {id(x) for name, x in model.named_parameters() if not FACTORS.isdisjoint(name.split("."))}
     trained = [x for group in optimizer.param_groups for x in group["params"] if id(x) not in factors]
     short = [x for x in trained if x.dtype in (torch.bfloat16, torch.float16)]
     if not short:
