@@ -1,7 +1,7 @@
 """Whole training steps of `PackedTrainer` on one GPU or on several: tokens per second of each GPU, and memory.
 
 A step is a packed row on each GPU: loading, forward, backward, clipping, AdamW. Weights are in `--weights`, and compute in
-bfloat16. In NF4 or float8, those of linear layers and experts are frozen, and `--lora` trains. `--optim` is an AdamW of
+bfloat16. In NF4 or float8, those of linear layers and experts are frozen, and `--lora` trains. `--optim` is one of
 `models/optimizers.py`, whose dtype the weights have by default, or a name of `TrainingArguments`. How it is launched decides
 between one GPU, DDP and FSDP2, as accelerate does for any Trainer:
 

@@ -32,6 +32,7 @@ class MemoryCommandTest(unittest.TestCase):
             (["--lora"], {"lora_rank": 16}),
             (["--lora", "--lora-rank", 8], {"lora_rank": 8}),
             (["--optim", "flash_adamw_release"], {"optimizer": "flash_adamw_release"}),
+            (["--optim", "muon"], {"optimizer": "muon", "weights": "float32"}),
             (["--optim", "adamw_8bit"], {"optimizer": "adamw_8bit", "weights": "float32"}),
             (
                 ["--lora", "--experts", "--lora-rank", 8, "--load-in-4bit"],

@@ -39,6 +39,7 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer_callback import CallbackHandler
+from transformers.training_args import OptimizerNames
 
 from transformers_packed import DataCollatorWithFlattening, PackingPlan
 from transformers_packed.cli import early, finetune, run_folder
@@ -730,6 +731,7 @@ class CommandTest(unittest.TestCase):
     @parameterized.expand(
         [
             ("full", [], {}),
+            ("muon", ["--optim=muon"], {"model": "mixture"}),
             (
                 "4_bit",
                 ["--lora", "--experts", "--load-in-4bit", "--optim=adamw_torch_4bit"],
@@ -915,7 +917,7 @@ class CommandTest(unittest.TestCase):
         self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
 
     # One of each package.
-    @parameterized.expand([*{x.package: name for name, x in OPTIMIZERS.items() if x.package != "flashoptim"}.values()])
+    @parameterized.expand([*{x.package: name for name, x in OPTIMIZERS.items() if name in [*OptimizerNames]}.values()])
     def test_optimizers(self, name):
         """Weights have the dtype in which the optimizer loses no update."""
         self.enterContext(mock.patch.object(torch, "compile", lambda function, **kwargs: function))
@@ -974,6 +976,7 @@ class CommandTest(unittest.TestCase):
         message = "needs flashoptim: pip install flashoptim"
         with mock.patch.object(early, "find_spec", lambda name: None):
             self.check_error(message, "--optim=flash_adamw")
+        self.check_error("expected all weights trained with muon, got LoRA adapters.", "--optim=muon", "--lora")
         with self.flash(), mock.patch.object(finetune, "_has_gpu", lambda: False):
             self.check_error("expected a GPU with flash_adamw, got none", "--optim=flash_adamw")
         with self.flash(), mock.patch.dict("os.environ", {"WORLD_SIZE": "2"}):

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 WIDTHS = {"float32": 4, "bfloat16": 2}
 # Classes with the same states. Those of flashoptim need a GPU: tests/gpu/test_optimizers.py.
 CLASSES = {
-    "torch": {DEFAULT: ("torch.optim", "AdamW", {})},
+    "torch": {DEFAULT: ("torch.optim", "AdamW", {}), "muon": ("torch.optim", "Muon", {})},
     "torchao": {
         f"adamw_torch_{bits}bit": ("torchao.optim", f"AdamW{bits}bit", {"block_size": 256}) for bits in (8, 4)
     },
@@ -49,7 +49,8 @@ class BytesTest(unittest.TestCase):
         # A compiled step has the same states.
         with mock.patch.object(torch, "compile", lambda function, **kwargs: function):
             stepped.step()
-        self.assertEqual(state_bytes(stepped), optimizer.states(WIDTHS[dtype], weight.numel()))
+        number = weight.numel()
+        self.assertEqual(state_bytes(stepped), optimizer.states(WIDTHS[dtype], number, matrices=number))
 
     def test_every_optimizer_is_looked_at(self):
         elsewhere = {name for name, optimizer in OPTIMIZERS.items() if optimizer.package == "flashoptim"}
@@ -64,7 +65,8 @@ class BytesTest(unittest.TestCase):
         models = []
         for size in ("9B", "27B"):
             config = Qwen3_5TextConfig(**SIZES[size])
-            models.append((Parameters.of(config).total, config.vocab_size * config.hidden_size))
+            parameters = Parameters.of(config)
+            models.append((parameters.total, config.vocab_size * config.hidden_size, parameters.matrices))
         for name, optimizer in OPTIMIZERS.items():
             width = WIDTHS[optimizer.weights]
             kept = width * (1 if optimizer.releases else 2)
@@ -72,7 +74,9 @@ class BytesTest(unittest.TestCase):
             told = f"{each:.3f}".rstrip("0").rstrip(".") if optimizer.package != "torchao" else f"{each:.2f}"
             if optimizer.embedding_moment is not None:
                 told = f"{each:.2f}, embeddings {kept + optimizer.states(width, 1, 1):g}"
-            sizes = [f"{(kept * n + optimizer.states(width, n, e)) / 2**30:.1f} GiB" for n, e in models]
+            if optimizer.orthogonalizes:
+                told = f"{kept + optimizer.states(width, 1, 0, 1):g}, others {told}"
+            sizes = [f"{(kept * n + optimizer.states(width, n, *some)) / 2**30:.1f} GiB" for n, *some in models]
             row = f" | {optimizer.weights} | {told} | {' | '.join(sizes)} |"
             lines = [line for line in page.splitlines() if line.startswith(f"| `{name}`")]
             self.assertEqual(len(lines), 1)

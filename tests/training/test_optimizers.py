@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
 from transformers_packed import patch_model
 from transformers_packed.models.optimizers import OPTIMIZERS
+from transformers_packed.training.muon import muon_for
 from transformers_packed.training.optimizers import arguments_for, class_and_kwargs, unwrapped
 
 
@@ -71,6 +72,9 @@ class ArgumentsTest(unittest.TestCase):
             self.assertEqual(TrainingArguments("out", use_cpu=True, **arguments).optim, name)
             return
         self.assertEqual(arguments, {})
+        if OPTIMIZERS[name].orthogonalizes:
+            self.assertEqual((given[0](), given[1]), (muon_for, {"args": rates}))
+            return
         self.assertEqual((given[0].__name__, given[1]["betas"]), ("FlashAdamW", (0.8, 0.9)))
 
     def test_the_optimizer_inside_of_accelerate(self):

@@ -186,9 +186,8 @@ def _check_optimizer(settings: Namespace) -> None:
     """Raise a `ValueError` for what an optimizer cannot train."""
     name, optimizer = settings.optim, OPTIMIZERS[settings.optim]
     processes, flash = int(os.environ.get("WORLD_SIZE", 1)), optimizer.package == "flashoptim"
-    check_optimizer(
-        name, "float32" if settings.lora else optimizer.weights, settings.gradient_accumulation_steps, "--optim"
-    )
+    weights, rows = "float32" if settings.lora else optimizer.weights, settings.gradient_accumulation_steps
+    check_optimizer(name, weights, rows, "--optim", settings.lora)
     in_float32 = trains_in_bfloat16(settings) and settings.dtype == "float32"
     releases, graphs = optimizer.releases, "A graph computes all gradients at once."
     rules = (

@@ -202,7 +202,7 @@ _LESS_MEMORY = ("--gradient-checkpointing", "--offload", "--load-in-4bit")
 _DATA = "JSON, CSV or parquet file, or a dataset (directory or Hub)"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
 _DTYPES = ("float32", "bfloat16")
-_OPTIM = "AdamW of torch, torchao (adamw_torch_8bit, adamw_torch_4bit), bitsandbytes (adamw_8bit, paged_adamw_8bit) or flashoptim"
+_OPTIM = "AdamW of torch, Muon of torch for hidden matrices (muon), AdamW of torchao (adamw_torch_8bit, adamw_torch_4bit), bitsandbytes (adamw_8bit, paged_adamw_8bit) or flashoptim"
 _COUNT: dict[str, Any] = {"type": positive_int, "metavar": "N"}
 _SHARED: dict[str, dict[str, Any]] = {
     "--model": {

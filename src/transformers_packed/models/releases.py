@@ -1,4 +1,4 @@
-"""The private parts of Transformers, TRL, PEFT and accelerate: what must be there, and the only code that names them.
+"""The private parts of Transformers, TRL, PEFT, accelerate and Muon of PyTorch: what must be there, and the only code that names them.
 
 `tests/models/test_releases.py` lists what may be missing. No other module looks for a private or a missing name.
 `versions.py` has adapters to releases of Transformers.
@@ -417,3 +417,15 @@ _DIVERGENCE_ARGUMENTS = [
 def is_known_divergence(function: Any) -> bool:
     """Whether TRL's function of the divergence is one that `trl_head.py` can take the place of."""
     return callable(function) and list(inspect.signature(function).parameters) == _DIVERGENCE_ARGUMENTS
+
+
+# PyTorch's iteration of Muon. `torch.optim.Muon` itself takes neither the matrices of experts nor the parts of FSDP2.
+NEWTON_SCHULZ = "torch.optim._muon:_zeropower_via_newtonschulz"
+
+
+def newton_schulz() -> Callable[..., torch.Tensor]:
+    """Return PyTorch's function that orthogonalizes a matrix in bfloat16: `(matrix, coefficients, steps, eps)`."""
+    module, _, name = NEWTON_SCHULZ.partition(":")
+    if not is_present(NEWTON_SCHULZ):
+        raise ImportError(f"PyTorch {torch.__version__} lacks {module}.{name}, which --optim muon requires.")
+    return getattr(import_module(module), name)

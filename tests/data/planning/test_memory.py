@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from common.families import tiny_config
 from common.fused import saved_in
+from common.matrices import is_hidden
 from common.processes import EXPERTS, run_once
 from common.sizes import SIZES
 from mixins.triton import InterpretedKernelsTest
@@ -341,8 +342,12 @@ class FormulaeTest(unittest.TestCase):
         blocks = sum(p.numel() for p in model.model.visual.blocks.parameters())
         total = model.num_parameters()
         found = Parameters.of(config)
-        expected = Parameters(total, total - sum(layers) - blocks, max(layers), found.quantized, found.adapters, 0)
+        same = found.quantized, found.adapters, 0
+        expected = Parameters(total, total - sum(layers) - blocks, max(layers), found.matrices, *same)
         self.assertEqual(found, expected)
+        text = modeling_qwen3_5.Qwen3_5ForCausalLM(config.text_config)
+        matrices = sum(x.numel() for name, x in text.named_parameters() if is_hidden(name))
+        self.assertEqual(Parameters.of(config.text_config).matrices, matrices)
 
     def test_counts_the_bytes_of_27b(self):
         """Weights, gradients and moments of a step on the meta device."""
@@ -595,6 +600,11 @@ class PlanTest(unittest.TestCase):
             ("experts alone", {"lora_experts": True}, "lora_rank with lora_experts, got 0"),
             ("AdamW", {"optimizer": "adam"}, "expected an optimizer of adamw_torch_fused"),
             (
+                "Muon",
+                {"lora_rank": 16, "optimizer": "muon"},
+                "all weights trained with muon, got LoRA adapters. Choose",
+            ),
+            (
                 "corrections",
                 {"lora_rank": 16, "optimizer": "flash_adamw"},
                 "trained weights in bfloat16 with flash_adamw, got float32. LoRA",
@@ -689,7 +699,8 @@ class PlanTest(unittest.TestCase):
         number, head = plan.parameters.total, config.vocab_size * config.hidden_size
         for need, other in zip(plan.options[1], usual.options[1], strict=True):
             self.assertEqual(need.weights, width * number / gpus)
-            self.assertEqual(need.moments, optimizer.states(width, number, head) / gpus)
+            states = optimizer.states(width, number, head, plan.parameters.matrices)
+            self.assertEqual(need.moments, states / gpus)
             released = width * (plan.parameters.layer + head) / gpus
             self.assertEqual(need.gradients, released if optimizer.releases else need.weights)
             self.assertEqual((need.saved, need.working), (other.saved, other.working))

@@ -256,7 +256,7 @@ def plan_sequence_parallel(
     )
     if (error := first_error(rules)) is not None:
         raise error
-    adamw = check_optimizer(optimizer, "float32" if lora.rank else weights, rows)
+    adamw = check_optimizer(optimizer, "float32" if lora.rank else weights, rows, adapters=lora.rank > 0)
     if expert_parallel != 1:
         _check_spread(expert_parallel, gpus, sizes, config.model_type, lora, optimizer)
     # Each part must cover the receptive field of the convolution.

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from ...models.checkpoint_kinds import kept_by
 from ...models.families import EXPERT_WEIGHTS, sizes_of
 from ...models.lora import adapted_layers
+from ...models.matrices import hidden_matrices
 from ...models.memory import ALL_TRAINED, FULL, HALF, Lora, layer_memory, loss_memory
 from ...models.optimizers import DEFAULT, OPTIMIZERS, Optimizer
 from ...models.sizes import Experts, Sizes
@@ -15,7 +16,7 @@ from ...models.sizes import Experts, Sizes
 
 @dataclass(frozen=True)
 class Parameters:
-    """The number of parameters: in total, outside of layers, in the largest layer, and in adapters of rank 1.
+    """The number of parameters: in total, outside of layers, in the largest layer, in hidden matrices, and in adapters of rank 1.
 
     `quantized` are those that the checkpoint has in fewer bits, or that loading in 4 bit quantizes. The adapters are those of linear layers and of experts.
     """
@@ -23,6 +24,7 @@ class Parameters:
     total: int
     root: int
     layer: int
+    matrices: int
     quantized: int
     adapters: int
     expert_adapters: int
@@ -44,7 +46,8 @@ class Parameters:
         kept = kept_by(config, model)
         linear = (x.weight for name, x in model.named_modules() if type(x) is torch.nn.Linear and not kept(name))
         total, quantized = _count(model), sum(x.numel() for x in (*linear, *experts))
-        return cls(total, total - sum(layers), max(layers), quantized, adapters, expert_adapters)
+        matrices = sum(model.get_parameter(name).numel() for name in hidden_matrices(model))
+        return cls(total, total - sum(layers), max(layers), matrices, quantized, adapters, expert_adapters)
 
     def trained(self, lora: Lora) -> int:
         """The number of trained parameters."""
@@ -163,7 +166,8 @@ def _of_parameters(
     if optimizer.releases:
         # Tied embeddings add to the gradient of the head at the end of the backward.
         gradients = min(gradients, width * (parameters.layer + head))
-    states = optimizer.states(FULL if lora.rank else width, parameters.trained(lora), 0 if lora.rank else head)
+    special = (0, 0) if lora.rank else (head, parameters.matrices)
+    states = optimizer.states(FULL if lora.rank else width, parameters.trained(lora), *special)
     return weights + adapters, gradients, states
 
 

@@ -21,7 +21,7 @@ logger = logging.get_logger(__name__)
 
 # Packages whose optimizers round each update to the dtype of the weight. Others may keep a float32 copy, the rounded bits,
 # or round at random: nothing is said about them.
-_IN_PLACE = "torch", "transformers", "bitsandbytes"
+_IN_PLACE = "torch", "transformers", "bitsandbytes", "transformers_packed"
 
 
 class WeightsCallback(TrainerCallback):
