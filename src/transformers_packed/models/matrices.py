@@ -1,7 +1,7 @@
 """The hidden matrices of a model, which Muon trains: the one rule for which parameters they are, and where fused ones are cut.
 
-Moonlight (https://arxiv.org/abs/2502.16982), GLM-4.5 and DeepSeek-V4 train routers by Muon too, and embeddings, heads, norms
-and biases by AdamW. Keller Jordan, Megatron-LM and XTuner orthogonalize the projections in a fused weight separately.
+DeepSeek-V4 and MaxText train routers by Muon too, and embeddings, heads, norms and biases by AdamW. Keller Jordan,
+Megatron-LM and XTuner orthogonalize the projections in a fused weight separately.
 """
 
 from collections.abc import Callable, Mapping
