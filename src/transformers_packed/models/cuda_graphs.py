@@ -28,7 +28,7 @@ from .experts import isolates
 from .families import OWN, families_of, titles
 from .family import Own
 from .quantized_weights import StoredWeight, tensors_of
-from .recordings import RecordedLayers, RecordedRow, Use, is_on_gpu, new_place
+from .recordings import RecordedLayers, RecordedRow, Use, is_on_gpu, new_place, same_counts
 from .releases import checkpoint_of
 from .replacements import Model
 from .untouched import hooks_of
@@ -284,7 +284,8 @@ class LayerGraphs:
         if key not in self._graphs:
             logger.info(f"{_CALL}: recording a graph for rows of up to {slots - 2} documents.")
             row = RecordedRow(positions, self.max_length, slots, cast)
-            self._graphs[key] = row, self._record(layers, row, hidden_states)
+            with same_counts(layers):
+                self._graphs[key] = row, self._record(layers, row, hidden_states)
         row, parts = self._graphs[key]
         row.fill(positions, boundaries)
         use = Use()

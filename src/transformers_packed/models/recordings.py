@@ -247,6 +247,17 @@ class _Recording:
 
 
 @contextmanager
+def same_counts(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Put back how often experts were chosen: the rows of warm-ups do not count."""
+    modules = [module for layer in layers for module in layer.modules()]
+    counts = [x for module in modules if (x := getattr(module, "expert_counts", None)) is not None]
+    before = [x.clone() for x in counts]
+    yield
+    for x, earlier in zip(counts, before, strict=True):
+        x.copy_(earlier)
+
+
+@contextmanager
 def _beside_other_work() -> Iterator[None]:
     """Run on a separate stream the warm-up calls, which perform all one-time setup before a recording."""
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()

@@ -199,7 +199,7 @@ class BailingHybridMLP(builtin.BailingHybridMLP):
 
 @fast_path
 class BailingHybridTopkRouter(builtin.BailingHybridTopkRouter):
-    # Set by `PackingMetricsCallback`: the counts of the experts in the last forward, and the number of real choices.
+    # Set by `PackingMetricsCallback`: the counts of the experts in this forward, and the number of real choices.
     expert_counts: torch.Tensor | None = None
 
     def forward(self, hidden_states):
@@ -215,11 +215,12 @@ class BailingHybridTopkRouter(builtin.BailingHybridTopkRouter):
         return self.num_experts + 1
 
     def count_choices(self, index: torch.Tensor, expert_counts: torch.Tensor) -> None:
-        """Write to `expert_counts` how often each expert is in `index`, without the padding at the end of a row."""
+        """Add to `expert_counts` how often each expert is in `index`, without the padding at the end of a row."""
         counts, choices = expert_counts.split((self.num_experts, 1))
         index = index.flatten()
-        is_real = torch.arange(len(index), device=index.device) < choices
-        counts.zero_().scatter_add_(0, index, is_real.to(counts.dtype))
+        # Earlier segments of the row have been counted.
+        is_real = torch.arange(len(index), device=index.device) < choices - counts.sum()
+        counts.scatter_add_(0, index, is_real.to(counts.dtype))
 
 
 @fast_path

@@ -183,7 +183,7 @@ class KimiLinearRMSNormGated(builtin.KimiLinearRMSNormGated):
 
 @fast_path
 class KimiLinearTopkRouter(builtin.KimiLinearTopkRouter):
-    # Set by `PackingMetricsCallback`: the counts of the experts in the last forward, and the number of real choices.
+    # Set by `PackingMetricsCallback`: the counts of the experts in this forward, and the number of real choices.
     expert_counts: torch.Tensor | None = None
 
     def forward(self, hidden_states):
@@ -199,11 +199,12 @@ class KimiLinearTopkRouter(builtin.KimiLinearTopkRouter):
         return self.num_experts + 1
 
     def count_choices(self, index: torch.Tensor, expert_counts: torch.Tensor) -> None:
-        """Write to `expert_counts` how often each expert is in `index`, without the padding at the end of a row."""
+        """Add to `expert_counts` how often each expert is in `index`, without the padding at the end of a row."""
         counts, choices = expert_counts.split((self.num_experts, 1))
         index = index.flatten()
-        is_real = torch.arange(len(index), device=index.device) < choices
-        counts.zero_().scatter_add_(0, index, is_real.to(counts.dtype))
+        # Earlier segments of the row have been counted.
+        is_real = torch.arange(len(index), device=index.device) < choices - counts.sum()
+        counts.scatter_add_(0, index, is_real.to(counts.dtype))
 
 
 @fast_path

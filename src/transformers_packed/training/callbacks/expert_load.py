@@ -1,9 +1,9 @@
 """How evenly the tokens of training spread over the experts of a mixture.
 
 During training, each router of this package has a tensor `expert_counts` on the device. A forward of the router in
-training mode overwrites it with the number of real tokens that chose each expert. After the model's forward, these
-counts are added to the total since the last log. Forwards of an evaluation, recomputations under gradient checkpointing
-and warm-ups of CUDA graphs are not followed by this addition.
+training mode adds to it the number of real tokens that chose each expert. It is zero before the model's forward, and is
+added to the total since the last log after that. Forwards of an evaluation and recomputations under gradient
+checkpointing are not followed by this addition, and warm-ups of CUDA graphs are taken back.
 
 The tensors are no buffers, because DDP would overwrite them with those of the first process in each forward.
 """
