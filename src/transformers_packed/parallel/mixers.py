@@ -21,6 +21,9 @@ the methods exchange different tensors.
 
 Kimi's delta rule is affine in its state too, and takes the same methods but for that context parallelism.
 
+The convolutions and `attention_of_part` also compute segments of a row that one process computes one after another
+(`models/segments.py`).
+
 **Heads.** Ranks exchange tokens for heads, each computes the whole row for its heads, and they exchange back. For
 attention, they may also gather all keys and values.
 """
@@ -33,7 +36,6 @@ import torch
 
 from .. import ops
 from ..boundaries import SequenceBoundaries
-from ..errors import input_error
 from ..ops.attention import attention_of_last_queries, attention_with_earlier_keys, kernel_for_earlier_keys
 from ..ops.backends import fla
 from ..ops.convolution import slots_of, triton_qkv, verify_triton_qkv
@@ -63,21 +65,16 @@ class _WithEnds(torch.autograd.Function):
         return gradient, None, None
 
 
-def _halo(shard: RowShard, x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `x` and the last tokens of the previous rank, `[1, width - 1, D]`.
+def _halo(shard: Any, x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `x` and the last tokens of the part before this one, `[1, width - 1, D]`.
 
-    The first rank gets its own tokens, which no window includes.
+    The first part gets its own tokens, which no window includes.
     """
-    wanted = width - 1
-    if x.shape[1] < wanted:
-        expected = f"at least {wanted} tokens on each rank, for the window of the convolution"
-        raise input_error(expected, x.shape[1], "Use longer rows, or fewer processes per row.")
-    x, _, tail = _WithEnds.apply(x, 0, wanted)
-    tails = all_gather(tail, 0, shard.processes.group)
-    return x, tails[max(shard.rank - 1, 0)][None]
+    x, _, tail = _WithEnds.apply(x, 0, min(width - 1, x.shape[1]))
+    return x, shard.tail_before(tail, width - 1)
 
 
-def _with_halo(shard: RowShard, x: torch.Tensor, width: int) -> tuple[torch.Tensor, SequenceBoundaries, int]:
+def _with_halo(shard: Any, x: torch.Tensor, width: int) -> tuple[torch.Tensor, SequenceBoundaries, int]:
     """Return `x` `[1, L, D]` after the halo of its first document, the boundaries of both, and the halo's length."""
     x, halo = _halo(shard, x, width)
     kept = min(width - 1, shard.tokens_before)
@@ -92,14 +89,14 @@ def _with_halo(shard: RowShard, x: torch.Tensor, width: int) -> tuple[torch.Tens
 
 
 @for_rows(RowShard)
-def causal_conv1d(hidden_states, weight, *args, boundaries: RowShard, **options: Any):
+def causal_conv1d(hidden_states, weight, *args, boundaries: Any, **options: Any):
     """[`ops.causal_conv1d`] on a part of a row."""
     x, options["boundaries"], before = _with_halo(boundaries, hidden_states, weight.shape[-1])
     return ops.causal_conv1d(x, weight, *args, **options)[:, before:]
 
 
 @for_rows(RowShard)
-def causal_conv1d_qkv(hidden_states, weight, bias, activation, *, boundaries: RowShard, impl: str, **heads):
+def causal_conv1d_qkv(hidden_states, weight, bias, activation, *, boundaries: Any, impl: str, **heads):
     """[`ops.causal_conv1d_qkv`] on a part of a row."""
     call = weight, bias, activation
     if impl == "auto" and not verify_triton_qkv(hidden_states, *call, **heads):
@@ -265,9 +262,15 @@ def _attention_by_heads(shard: RowShard, module, query, key, value, **options: A
 def _attention_by_gather(shard: RowShard, module, query, key, value, impl: str, **options: Any) -> torch.Tensor:
     # One exchange for keys and values. The used keys start with the first document, which may begin on an earlier
     # rank.
-    begin, before = shard.start - shard.tokens_before, shard.tokens_before
     both = all_gather(torch.cat([key, value], dim=-1), 2, shard.processes.group)
-    key, value = both[:, :, begin : shard.start + shard.total_length].split([key.shape[-1], value.shape[-1]], dim=-1)
+    used = both[:, :, shard.start - shard.tokens_before : shard.start + shard.total_length]
+    key, value = used.split([key.shape[-1], value.shape[-1]], dim=-1)
+    return attention_of_part(shard, module, query, key, value, impl, **options)
+
+
+def attention_of_part(shard: Any, module, query, key, value, impl: str, **options: Any) -> torch.Tensor:
+    """Compute attention `[1, L, H, D]` of a part whose keys and values begin with the document of its first token."""
+    before = shard.tokens_before
     if not before:
         return ops.attention(module, query, key, value, None, boundaries=_pieces(shard, 0), impl=impl, **options)[0]
     if query.is_cuda:
@@ -286,13 +289,13 @@ def _attention_by_gather(shard: RowShard, module, query, key, value, impl: str, 
     return torch.cat(outputs, dim=1)
 
 
-def _pieces(shard: RowShard, begin: int) -> SequenceBoundaries:
+def _pieces(shard: Any, begin: int) -> SequenceBoundaries:
     """Return the boundaries of a row of only the pieces from `begin` on."""
     lengths, device = shard.lengths[begin:], shard.cu_seqlens.device
     return shard.derived(f"pieces from {begin}", lambda: SequenceBoundaries.from_lengths(lengths, device=device))
 
 
-def _keys(shard: RowShard) -> SequenceBoundaries:
+def _keys(shard: Any) -> SequenceBoundaries:
     """Return the boundaries of the keys. Those of the first piece include the earlier tokens of its document."""
     first, *others = shard.lengths
     lengths = [shard.tokens_before + first, *others]

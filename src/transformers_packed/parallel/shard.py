@@ -127,6 +127,13 @@ class RowShard(SequenceBoundaries):
         at = (self.rank + 1) % self.size
         return torch.cat([tokens[:, 1:], first[:, at : at + 1]], dim=1)
 
+    def tail_before(self, tail: torch.Tensor, width: int) -> torch.Tensor:
+        """Return the last `width` tokens of the previous part for those of this one. All ranks must call it."""
+        if tail.shape[1] < width:
+            expected = f"at least {width} tokens on each rank, for the window of the convolution"
+            raise input_error(expected, tail.shape[1], "Use longer rows, or fewer processes per row.")
+        return all_gather(tail, 0, self.processes.group)[max(self.rank - 1, 0)][None]
+
     def has_masked_targets(self, labels: Any, shift_labels: Any) -> bool:
         """Raise a `ValueError` if there is no `shift_labels` with `labels`: the last target is in another part."""
         if labels is not None and shift_labels is None:
