@@ -17,6 +17,7 @@ LATE_IMPORTS = (
     ("models/trl_head.py", "ops"),  # the compiler of torch, for models that a trainer of TRL has changed
     ("models/packed_model.py", "ops.offload"),  # the compiler of torch, for checkpoints in host memory
     ("models/packed_model.py", "ops.attention"),  # the compiler of torch, for checkpoints that keep attention
+    ("models/packed_model.py", "models.segments"),  # the compiler of torch, for layers that cut rows
     ("models/quantized_weights.py", "ops.dequantization"),  # the compiler of torch, for experts in 4 bit
     ("models/inputs.py", "ops.dispatch"),  # the compiler of torch, for compiled models
     ("models/masks.py", "ops.autograd"),  # the compiler of torch, for masks in transforms

@@ -49,7 +49,7 @@ from transformers_packed.models.checkpoint_formats import PackedWeight
 from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 from transformers_packed.models.quantized_weights import ExpertsIn4bit
-from transformers_packed.models.versions import can_select_checkpoints, checkpointing_argument
+from transformers_packed.models.versions import can_cut_rows, can_select_checkpoints, checkpointing_argument
 from transformers_packed.ops import dispatch
 from transformers_packed.training.callbacks import warm_up
 from transformers_packed.training.optimizers import unwrapped
@@ -318,6 +318,7 @@ class CommandTest(unittest.TestCase):
             ("--batch-size", "0"),
             ("--lora-rank", "4"),
             ("--every-n-layers", "2"),
+            ("--segment-tokens", "63"),
         ):
             self.assertEqual(self.train(flag, value)[0], 2)
         # Also if a value is the default.
@@ -328,6 +329,9 @@ class CommandTest(unittest.TestCase):
             message = "expected Transformers 5.23 or later for --offload, --every-n-layers and --keep-attention, got"
             for option in ("--offload", "--keep-attention"):
                 self.check_error(f"{message} Transformers 5", "--gradient-checkpointing", option)
+        with mock.patch.object(finetune, "can_cut_rows", lambda: False):
+            message = "expected Transformers 5.24 or later for --segment-tokens, got Transformers 5"
+            self.check_error(message, "--gradient-checkpointing", "--segment-tokens=64")
 
     def test_bad_datasets(self):
         start = "^transformers-packed train: --data: "
@@ -363,10 +367,12 @@ class CommandTest(unittest.TestCase):
     def test_training(self):
         arguments = ["--batch-size=3", "--gradient-accumulation-steps=2", "--epochs=2", "--learning-rate=0.01"]
         options = ["--offload", "--every-n-layers=2", "--keep-attention"] if can_select_checkpoints() else []
+        options += ["--segment-tokens=64"] * can_cut_rows()
         with mock.patch.object(finetune, "TrainingArguments", wraps=finetune.TrainingArguments) as given:
             out = self.succeeds(*arguments, "--logging-steps=1", "--gradient-checkpointing", *options)
         kwargs = given.call_args.kwargs[f"{checkpointing_argument()}_kwargs"]
         selected = {"offload": True, "every_n_layers": 2, "keep_attention": True} if options else {}
+        selected |= {"segment_tokens": 64} if can_cut_rows() else {}
         self.assertEqual(kwargs, {"use_reentrant": False} | selected)
         samples = self.samples()
         self.assertGreater(len(samples), 6)
@@ -380,8 +386,9 @@ class CommandTest(unittest.TestCase):
         )
         self.assertIn(f"{steps} steps, rows of up to 3 samples, 2 per step, learning rate up to 0.01", out)
         self.assertRegex(out, f"with {2 * tokens:,} tokens in [0-9.]+ s, ")
-        for op in ("causal_conv1d: reference", "gated_delta_rule: reference", r"attention: per_document\(sdpa\)"):
+        for op in ("causal_conv1d: reference", "gated_delta_rule: .*reference", r"attention: .*per_document\(sdpa\)"):
             self.assertRegex(out, op)
+        self.assertEqual("states of segments" in out, can_cut_rows())
         self.assertNotIn("checkpoint", out)
 
         trainer = self.trainers[0]

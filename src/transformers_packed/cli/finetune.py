@@ -40,7 +40,7 @@ from ..models.optimizers import OPTIMIZERS, check_optimizer, dtype_of_weights
 from ..models.quantization import initialize_in_4bit, nf4
 from ..models.registry import inner_model, registered
 from ..models.releases import builds, use_one_gpu
-from ..models.versions import can_select_checkpoints, checkpointing_argument
+from ..models.versions import can_cut_rows, can_select_checkpoints, checkpointing_argument
 from ..ops.float8 import MULTIPLE, verify
 from ..ops.moe import MAX_RANK
 from ..training.callbacks.gradient_release import GradientReleaseCallback
@@ -203,10 +203,14 @@ def _check_optimizer(settings: Namespace) -> None:
 
 def _check_checkpoints(settings: Namespace) -> None:
     """Raise a `ValueError` for options of checkpoints that this release of Transformers does not have."""
-    if (settings.offload or settings.every_n_layers or settings.keep_attention) and not can_select_checkpoints():
-        got, fix = f"Transformers {transformers.__version__}", "pip install --upgrade transformers."
-        expected = "Transformers 5.23 or later for --offload, --every-n-layers and --keep-attention"
-        raise input_error(expected, got, fix)
+    selected = settings.offload or settings.every_n_layers or settings.keep_attention
+    for given, can, release, options in (
+        (selected, can_select_checkpoints, "5.23", "--offload, --every-n-layers and --keep-attention"),
+        (settings.segment_tokens, can_cut_rows, "5.24", "--segment-tokens"),
+    ):
+        if given and not can():
+            got, fix = f"Transformers {transformers.__version__}", "pip install --upgrade transformers."
+            raise input_error(f"Transformers {release} or later for {options}", got, fix)
 
 
 def check_head(config: PreTrainedConfig, option: str) -> None:
@@ -411,6 +415,8 @@ def make_trainer(
         options |= {"offload": settings.offload, "every_n_layers": settings.every_n_layers or 1}
     if settings.keep_attention:
         options["keep_attention"] = True
+    if settings.segment_tokens:
+        options["segment_tokens"] = settings.segment_tokens
     arguments = TrainingArguments(
         output_dir=str(settings.output),
         num_train_epochs=settings.epochs,

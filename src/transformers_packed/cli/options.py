@@ -196,6 +196,7 @@ _NEEDS = {
     "--offload": ("--gradient-checkpointing", "without it, there are no checkpoints"),
     "--keep-attention": ("--gradient-checkpointing", "without it, nothing is computed again"),
     "--every-n-layers": ("--gradient-checkpointing", "without it, all layers keep their activations"),
+    "--segment-tokens": ("--gradient-checkpointing", "without it, segments would keep their activations"),
 }
 # Options that need less memory and train the same weights.
 _LESS_MEMORY = ("--gradient-checkpointing", "--offload", "--load-in-4bit")

@@ -16,6 +16,7 @@ import argparse
 import os
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from ..errors import input_error
@@ -73,6 +74,8 @@ def add_options(parser: Parser) -> None:
     kept = "do not recompute attention, which is faster for long documents"
     add("--keep-attention", action="store_true", help=kept)
     count("--every-n-layers", "checkpoint every n-th layer (default: all layers)")
+    cut = "compute layers in segments of N tokens, which needs less memory (default: whole rows)"
+    add("--segment-tokens", type=partial(positive_int, lowest=64), metavar="N", help=cut)
     count("--save-steps", "steps between checkpoints, of which two are kept (default: none)")
     count("--logging-steps", "steps between logged losses", 10)
     add("--resume", action="store_true", help="continue from the last checkpoint in --output")

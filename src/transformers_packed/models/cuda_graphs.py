@@ -389,7 +389,7 @@ def _reason_against_checkpointing(layers: Iterable[torch.nn.Module]) -> str:
         function = checkpoint_of(layer)
         options = getattr(function, "keywords", {})
         if getattr(function, "func", function) is not checkpoint or "context_fn" in options:
-            return "gradient checkpointing offloads or selects what it saves"
+            return "gradient checkpointing offloads or selects what it saves, or cuts rows"
         if any(isinstance(module, _DropoutNd) and module.p and module.training for module in layer.modules()):
             return "gradient checkpointing would have to repeat the dropout of its layers"
     return ""

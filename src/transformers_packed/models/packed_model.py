@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping, Set
 from copy import deepcopy
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
@@ -19,7 +21,7 @@ from .quantization import QuantizationMixin
 from .releases import note_revision, saves_adapter, wrap_checkpoints
 from .replacements import convert
 from .typed import ModelBase
-from .versions import can_select_checkpoints
+from .versions import can_cut_rows, can_select_checkpoints
 
 
 logger = logging.get_logger(__name__)
@@ -147,6 +149,7 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
             """Compute layers again in backward, as Transformers does. With `offload`, copies run beside the layers.
 
             With `"keep_attention": True` in `activation_checkpointing_kwargs`, softmax attention is not computed again.
+            With `"segment_tokens": n`, layers compute longer rows in segments of `n` tokens.
             """
             options = dict(activation_checkpointing_kwargs or {})
             # Late imports, because the ops import the compiler of PyTorch.
@@ -154,6 +157,15 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
                 from ..ops.attention import keeping_attention
 
                 options = _selecting(options, keeping_attention)
+            segment_tokens = options.pop("segment_tokens", None)
+            if segment_tokens is not None:
+                from .segments import check_size, in_segments
+
+                check_size(segment_tokens)
+                if not can_cut_rows():
+                    got, fix = f"Transformers {transformers.__version__}", "pip install --upgrade transformers."
+                    raise input_error("Transformers 5.24 or later for segment_tokens", got, fix)
+                options = _without_reentrant(options, "segment_tokens")
             accelerator = torch.accelerator.current_accelerator()
             beside = offload and (accelerator is None or accelerator.type == "cuda")
             super().activation_checkpointing_enable(options or None, every_n_layers, offload=offload and not beside)
@@ -161,6 +173,8 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
                 from ..ops.offload import HostCheckpoints
 
                 wrap_checkpoints(self, HostCheckpoints())
+            if segment_tokens is not None:
+                wrap_checkpoints(self, partial(in_segments, segment_tokens))
 
     def __setattr__(self, name: str, value: Any) -> None:
         # With use_liger_kernel, Trainer assigns Liger's forward to a registered model in `train`, and this is the only
@@ -190,6 +204,13 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
         if family is not None and isinstance(family.apart, Own):
             requested_experts = EXPERTS if requested_experts is None else requested_experts
         return super().get_correct_experts_implementation(requested_experts)
+
+
+def _without_reentrant(options: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the options of `torch.utils.checkpoint.checkpoint` without reentrant autograd, or raise a `ValueError`."""
+    if options.get("use_reentrant"):
+        raise input_error(f"use_reentrant=False with {name}", "use_reentrant=True", "Leave it out.")
+    return options | {"use_reentrant": False}
 
 
 def _selecting(options: dict[str, Any], context_fn: Callable) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from ..shared_prompts import Copies, SharedPrompts
 from .adapters import acts_per_token
 from .inputs import is_causal, tokens_of
 from .masks import is_padding, read_padding
+from .segments import cuts_rows
 from .versions import CACHES
 
 
@@ -65,14 +66,18 @@ class PaddedBatch:
 
     @classmethod
     def from_attention_mask(
-        cls, attention_mask: torch.Tensor, device: torch.device, input_ids: torch.Tensor | None = None
+        cls,
+        attention_mask: torch.Tensor,
+        device: torch.device,
+        input_ids: torch.Tensor | None = None,
+        packs_all: bool = False,
     ) -> "PaddedBatch | None":
         """Create it from a mask `[B, T]` of 0 and 1. Reading the mask is the only host sync.
 
         With `input_ids` `[B, T]`, which are read as well, documents share the tokens that they begin with.
 
         Returns `None` if the mask is all zeros, if it is all ones and nothing is shared, or if the ones of a row are
-        not contiguous. Within [`batch_invariant`], a mask of ones makes a row too: other kernels would compute the batch.
+        not contiguous. With `packs_all`, a mask of ones makes a row too.
         """
         real = attention_mask.to("cpu", torch.bool)
         runs = real[:, 0] + (real[:, 1:] & ~real[:, :-1]).sum(1)
@@ -80,7 +85,7 @@ class PaddedBatch:
         if bool((runs > 1).any()):
             return None
         tokens = int(counts.sum())
-        stays = tokens == real.numel() and not is_batch_invariant()
+        stays = tokens == real.numel() and not packs_all
         if tokens == 0 or (stays and input_ids is None):
             return None
         slots, shape = real.flatten().nonzero()[:, 0], (real.shape[0], real.shape[1])
@@ -185,15 +190,18 @@ def _reasons(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[bool, str]]:
 def padded_batch(model: Any, inputs: dict[str, Any], boundaries: SequenceBoundaries | None) -> PaddedBatch | None:
     """Return the real tokens to pack from a text model's forward arguments, or `None` to run the padded batch.
 
-    It is also `None` for a row that has `boundaries`. Within [`batch_invariant`], a batch without a mask is one without
-    padding. Removes `packs_padding` and `prompt_ids` from `inputs`. The first overrides the model's attribute for this call. The
+    It is also `None` for a row that has `boundaries`. A batch without padding is packed within [`batch_invariant`], because
+    other kernels would compute it, and if layers cut rows of its length, because they cut packed rows only.
+
+    Removes `packs_padding` and `prompt_ids` from `inputs`. The first overrides the model's attribute for this call. The
     second are tokens `[B, T]` by which documents share prompts, if `input_ids` are not given.
 
     Raises:
         `ValueError`: the mask has other numbers than 0 and 1.
     """
     mask, tokens = inputs.get("attention_mask"), tokens_of(inputs)
-    if mask is None and boundaries is None and tokens is not None and is_batch_invariant():
+    packs_all = tokens is not None and (is_batch_invariant() or cuts_rows(model, tokens.shape[1]))
+    if mask is None and boundaries is None and tokens is not None and packs_all:
         mask = torch.ones(tokens.shape[:2], dtype=torch.long)
     real = None if mask is None or not is_padding(mask) else read_padding(mask)
     shares = model.share_prompts and "prompt_ids" not in inputs
@@ -208,7 +216,7 @@ def padded_batch(model: Any, inputs: dict[str, Any], boundaries: SequenceBoundar
         return None
     if shares:
         prompt_ids = prompt_ids_of(inputs)
-    return PaddedBatch.from_attention_mask(real, tokens.device, prompt_ids)
+    return PaddedBatch.from_attention_mask(real, tokens.device, prompt_ids, packs_all)
 
 
 def _note_restarts(position_ids: torch.Tensor | None, real: torch.Tensor) -> None:

@@ -200,6 +200,11 @@ def wrap_checkpoints(model: torch.nn.Module, wrapper: Callable) -> None:
             setattr(layer, CHECKPOINTS[0], partial(wrapper, vars(layer)[CHECKPOINTS[0]]))
 
 
+def arguments_of_layer(function: Callable) -> dict[str, Any]:
+    """Return the keyword arguments of a layer, which Transformers binds to it for the checkpointing function."""
+    return dict(function.keywords) if isinstance(function, partial) else {}
+
+
 def fills_in_arguments(forward: Callable | None) -> bool:
     """Whether Transformers fills in arguments of a forward from the configuration."""
     while forward is not None and getattr(forward, "__code__", None) is not _code_that_fills_in():

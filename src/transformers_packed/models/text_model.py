@@ -1,7 +1,9 @@
 """`PackedTextModelMixin`, the base of our text models of hybrids: what a packed row and a padded batch become."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from transformers.utils import can_return_tuple
 
 from ..boundaries import SequenceBoundaries
@@ -43,11 +45,23 @@ class PackedTextModelMixin(PackedModelMixin):
             inputs["boundaries"] = boundaries
         with layers_as_graphs(self, boundaries, inputs):
             outputs = super().forward(**inputs)
+        length = outputs.last_hidden_state.shape[1]
         if trunk_row is not None:
             trunk_row.finish(self, inputs, outputs.last_hidden_state, boundaries, padded)
         if padded is not None:
             outputs.last_hidden_state = padded.unpack(outputs.last_hidden_state[0]).unflatten(0, padded.shape)
         if boundaries is not None and outputs.get("router_logits") is not None:
             restored = boundaries.real_tokens if padded is None else padded.unpack
-            outputs.router_logits = tuple(restored(layer) for layer in outputs.router_logits)
+            layers = _whole_rows(outputs.router_logits, length)
+            outputs.router_logits = tuple(restored(layer) for layer in layers)
         return outputs
+
+
+def _whole_rows(recorded: Iterable[torch.Tensor], length: int) -> Iterator[torch.Tensor]:
+    """Join what was recorded `[n, ...]` in each segment of a layer to rows `[length, ...]`."""
+    pieces: list[torch.Tensor] = []
+    for piece in recorded:
+        pieces.append(piece)
+        if sum(map(len, pieces)) == length:
+            yield torch.cat(pieces) if len(pieces) > 1 else piece
+            pieces = []

@@ -90,6 +90,11 @@ def can_select_checkpoints() -> bool:
     return Version(transformers.__version__) >= Version("5.23")
 
 
+def can_cut_rows() -> bool:
+    """Whether gradient checkpointing leaves the hooks of a layer outside, as 5.24 does. They run once for a row then."""
+    return Version(transformers.__version__) >= Version("5.24")
+
+
 def has_post_expert_norm(experts: torch.nn.Module) -> bool:
     """Whether a mixture normalizes the outputs of its experts, for which 5.20 added an attribute."""
     return getattr(experts, "has_post_expert_norm", False)

@@ -1,0 +1,78 @@
+"""Layers that compute a long row in segments, with the kernels of a GPU: `make test-gpu`."""
+
+import gc
+import unittest
+
+import torch
+from common.gpu import needs_gpu, report
+from common.real_heads import on_gpu
+from mixins.model import gradients, packed_batch, relative_error, total_relative_error
+from parameterized import parameterized
+from transformers import Qwen3_5TextConfig, set_seed
+
+from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+from transformers_packed.models.versions import can_cut_rows
+from transformers_packed.ops import implementations_used
+
+
+# Sizes of a model of 4B parameters, with one layer of attention.
+CONFIG = {
+    "vocab_size": 97,
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+SEGMENT = 8192
+
+
+@needs_gpu
+@unittest.skipUnless(can_cut_rows(), "needs Transformers 5.24")
+class SegmentsTest(unittest.TestCase):
+    def run_with(self, model, batch: dict, **options):
+        """The loss and the gradients of a step, and its peak of memory beyond the weights."""
+        model.activation_checkpointing_enable({"use_reentrant": False} | options)
+        model.zero_grad()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = model(**batch).loss
+        found = gradients(model, loss)
+        return loss.detach(), found, torch.cuda.max_memory_allocated() - before
+
+    @parameterized.expand([("one document", (32768,)), ("several", (5000, 1, 20000, 3383, 4384))])
+    def test_a_row_of_four_segments(self, name, lengths):
+        set_seed(0)
+        model = Qwen3_5ForCausalLM._from_config(Qwen3_5TextConfig(**CONFIG), dtype=torch.bfloat16).cuda().train()
+        generator = torch.Generator().manual_seed(0)
+        batch = on_gpu(packed_batch([torch.randint(1, 97, (n,), generator=generator) for n in lengths]))
+        # Kernels are compiled and tuned in the first run.
+        for options in ({}, {"segment_tokens": SEGMENT}):
+            self.run_with(model, batch, **options)
+        loss, expected, peak = self.run_with(model, batch)
+        segment_loss, actual, segment_peak = self.run_with(model, batch, segment_tokens=SEGMENT)
+        # Without what crosses the cuts, each piece would be a document.
+        pieces = batch["input_ids"][0].cpu().split(SEGMENT)
+        wrong = self.run_with(model, on_gpu(packed_batch(list(pieces))))[1]
+        figures = {
+            "loss": relative_error(segment_loss, loss),
+            "gradients": total_relative_error(actual, expected),
+            "gradients of other documents": total_relative_error(wrong, expected),
+            "peak": segment_peak / peak,
+        }
+        report(f"four segments, {name}", **figures)
+        self.assertIn("states of segments", implementations_used()["gated_delta_rule"])
+        self.assertNotIn("mask of earlier keys", implementations_used()["attention"])
+        self.assertLess(figures["loss"], 1e-3)
+        self.assertLess(figures["gradients"], 3e-2)
+        self.assertGreater(figures["gradients of other documents"], 3 * figures["gradients"])
+        self.assertLess(figures["peak"], 0.6)
