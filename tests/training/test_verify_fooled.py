@@ -1,5 +1,7 @@
 """The check before the first step: what noise, rounding, values that are not finite, and short excerpts do not hide."""
 
+import unittest
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from mixins.configure import ConfigureTestCase, said, train_configured
 from parameterized import parameterized
 from scripts.configured_arms import tokenizer
-from scripts.trainer_arms import EXPERTS, TINY, Samples
+from scripts.trainer_arms import CONFIGS, EXPERTS, TINY, Samples
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorForSeq2Seq,
@@ -19,6 +21,8 @@ from transformers import (
 
 from transformers_packed import configure_packing, patch_model, unpatch_model, verify_packing
 from transformers_packed.data.collator import DataCollatorWithFlattening
+from transformers_packed.models import segments
+from transformers_packed.models.versions import can_cut_rows
 from transformers_packed.training.callbacks import verify
 
 
@@ -193,6 +197,36 @@ class LongTest(FooledTestCase):
         with self.assertRaises(InterruptedError):
             said(trainer.train)
         self.assertLessEqual(max(call.args[0] for call in tokens.call_args_list), 3 * 512)
+
+
+@unittest.skipUnless(can_cut_rows(), "needs Transformers 5.24")
+class SegmentsTest(FooledTestCase):
+    """Documents of the check are shorter than a segment of training."""
+
+    ARGS = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"segment_tokens": 8192}}
+
+    def configured(self):
+        config = CONFIGS["qwen3_5"]()
+        # States of a model with small weights change little.
+        config.initializer_range = 0.3
+        torch.manual_seed(0)
+        return super().configured(model=patch_model(AutoModelForCausalLM.from_config(config)), args=self.ARGS)
+
+    def test_a_fault_between_segments(self):
+        rule = segments._by_pieces
+
+        def without_states(operator, segment, *tensors, **options):
+            return rule(operator, replace(segment, tokens_before=0), *tensors, **options)
+
+        with mock.patch.object(segments, "_by_pieces", without_states):
+            self.refuses(self.configured(), "expected the loss|expected a gradient")
+
+    def test_segments_are_those_of_training_again(self):
+        trainer, sizes, cut = self.configured(), [], segments._segments_of
+        with mock.patch.object(segments, "_segments_of", lambda row, size: sizes.append(size) or cut(row, size)):
+            self.assertIn("Verified packing on 3 documents", said(trainer.train)[0])
+        self.assertEqual(set(sizes), {64})
+        self.assertEqual(segments._largest, float("inf"))
 
 
 def sensitive(dtype=torch.float32):

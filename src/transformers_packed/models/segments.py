@@ -10,7 +10,9 @@ a time. The ops of a layer find what crosses a cut in its boundaries, a [`RowSeg
 `parallel/mixers.py`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -21,6 +23,7 @@ from transformers.utils import logging
 from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error, unsupported
+from ..foreign import swapped
 from ..ops.dispatch import for_rows, ran
 from ..ops.invariance import is_batch_invariant
 from ..parallel import mixers
@@ -31,6 +34,8 @@ logger = logging.get_logger(__name__)
 
 # The smallest segment: a chunk of the delta rules, which is longer than the window of any convolution.
 _SMALLEST = 64
+# The largest segment. `smallest_segments` lowers it.
+_largest = math.inf
 _NAME = "segment_tokens"
 
 
@@ -116,7 +121,12 @@ def cuts_rows(model: torch.nn.Module, length: int) -> bool:
         return False
     layers: Any = model.layers
     functions: list[Any] = [checkpoint_of(layer) for layer in layers]
-    return any(getattr(x, "func", None) is in_segments and x.args[0] < length for x in functions)
+    return any(getattr(x, "func", None) is in_segments and min(x.args[0], _largest) < length for x in functions)
+
+
+def smallest_segments() -> AbstractContextManager:
+    """Let layers that cut long rows cut short ones too meanwhile, into the smallest segments."""
+    return swapped(globals(), _largest=_SMALLEST)
 
 
 @torch.compiler.disable(reason="segments of rows differ in the lengths of their documents")
@@ -143,13 +153,15 @@ def in_segments(
     Raises:
         `ValueError`: a longer row, or an argument of the layer, cannot be cut.
     """
+    asked, size = size, int(min(size, _largest))
     # Layers of vision towers take patches `[n, hidden]`.
     if hidden_states.ndim != 3 or hidden_states.shape[1] <= size:
         return checkpoint(function, hidden_states, *args, **kwargs)
     given = arguments_of_layer(function) | kwargs
     row = given.pop("boundaries", None)
     if row is None:
-        logger.warning_once(f"{_NAME} has no effect on a batch that stays padded.")
+        if hidden_states.shape[1] > asked:
+            logger.warning_once(f"{_NAME} has no effect on a batch that stays padded.")
         return checkpoint(function, hidden_states, *args, **kwargs)
     row.check_kind(_NAME)
     if args or is_batch_invariant():

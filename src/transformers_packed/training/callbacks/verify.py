@@ -41,6 +41,7 @@ from ...errors import alternatives, described, input_error, is_out_of_memory
 from ...models.cuda_graphs import without_graphs
 from ...models.losses import losses_of
 from ...models.registry import inner_model
+from ...models.segments import smallest_segments
 from ...ops.compilations import tuned_in_threads
 from ..apply import Setup, undo
 from ..checks import say
@@ -175,9 +176,10 @@ class VerifyCallback(TrainerCallback):
             raise UnseenError(why)
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-        # No graph is worth recording for a short row.
+        # No graph is worth recording for a short row, and no segment of training is that short.
         with (
             without_graphs(model),
+            smallest_segments(),
             as_before(model),
             same_trainer(trainer, model, loader) as state,
             beside_ddp(wrapped),
