@@ -190,9 +190,7 @@ def _reasons(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[bool, str]]:
 def padded_batch(model: Any, inputs: dict[str, Any], boundaries: SequenceBoundaries | None) -> PaddedBatch | None:
     """Return the real tokens to pack from a text model's forward arguments, or `None` to run the padded batch.
 
-    It is also `None` for a row that has `boundaries`. A batch without padding is packed within [`batch_invariant`], because
-    other kernels would compute it, and if layers cut rows of its length, because they cut packed rows only.
-
+    It is also `None` for a row that has `boundaries`, and for a batch without padding unless [`_packs_all`] says otherwise.
     Removes `packs_padding` and `prompt_ids` from `inputs`. The first overrides the model's attribute for this call. The
     second are tokens `[B, T]` by which documents share prompts, if `input_ids` are not given.
 
@@ -200,7 +198,7 @@ def padded_batch(model: Any, inputs: dict[str, Any], boundaries: SequenceBoundar
         `ValueError`: the mask has other numbers than 0 and 1.
     """
     mask, tokens = inputs.get("attention_mask"), tokens_of(inputs)
-    packs_all = tokens is not None and (is_batch_invariant() or cuts_rows(model, tokens.shape[1]))
+    packs_all = _packs_all(model, tokens)
     if mask is None and boundaries is None and tokens is not None and packs_all:
         mask = torch.ones(tokens.shape[:2], dtype=torch.long)
     real = None if mask is None or not is_padding(mask) else read_padding(mask)
@@ -217,6 +215,11 @@ def padded_batch(model: Any, inputs: dict[str, Any], boundaries: SequenceBoundar
     if shares:
         prompt_ids = prompt_ids_of(inputs)
     return PaddedBatch.from_attention_mask(real, tokens.device, prompt_ids, packs_all)
+
+
+def _packs_all(model: Any, tokens: torch.Tensor | None) -> bool:
+    """Whether batches without padding are packed too: other kernels would compute them, or layers cut packed rows only."""
+    return tokens is not None and (is_batch_invariant() or cuts_rows(model, tokens.shape[1]))
 
 
 def _note_restarts(position_ids: torch.Tensor | None, real: torch.Tensor) -> None:
