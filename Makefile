@@ -11,7 +11,7 @@ TESTS ?= tests
 PYTEST := -m pytest -n auto --dist worksteal -m "not slow and not gpu"
 # Tensors, data, one family of models and the checks of a Trainer: no process but the workers, no interpreted kernel.
 FAST := tests/test_boundaries.py tests/data tests/ops tests/models/qwen3_5 tests/training/test_checks.py
-NOT_FAST := $(addprefix tests/ops/test_,fused.py moe.py prompts.py float8.py flash_qla_kernels.py) tests/ops/test_cross_entropy.py tests/ops/test_autograd.py tests/ops/test_causal_conv1d_qkv.py tests/data/planning/test_memory.py tests/data/test_collator_checks.py
+NOT_FAST := $(addprefix tests/ops/test_,fused.py moe.py prompts.py float8.py flash_qla_kernels.py) tests/ops/test_cross_entropy.py tests/ops/test_autograd.py tests/ops/test_causal_conv1d_qkv.py tests/data/planning/test_memory.py tests/data/planning/test_measured_memory.py tests/data/test_collator_checks.py
 # torchao's compiled extensions need CUDA. On a CPU, each process would log that they cannot be loaded.
 export TORCHAO_FORCE_SKIP_LOADING_SO_FILES := 1
 # Images of containers often forbid Python to keep what it compiles. Each of the tests' processes would compile torch again.

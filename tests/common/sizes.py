@@ -1,4 +1,9 @@
-"""Sizes of released models, as arguments of their configurations."""
+"""Sizes of released models, as arguments of their configurations, and configurations of quantized checkpoints."""
+
+import copy
+
+from transformers_packed.models.quantization import SENSITIVE
+
 
 _NAMES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -11,3 +16,22 @@ SIZES = {
     "9B": {},
     "27B": dict(zip(_NAMES, (5120, 17408, 64, 24, 4, 48, False), strict=True)),
 }
+
+
+def quantized(config, method, **options):
+    config = copy.deepcopy(config)
+    config.quantization_config = {"quant_method": method, **options}
+    return config
+
+
+def in_fp8(config):
+    """The configuration of a checkpoint as released, whose small layers are in 16 bits."""
+    return quantized(config, "fp8", modules_to_not_convert=list(SENSITIVE))
+
+
+def in_nvfp4(config):
+    return quantized(config, "modelopt", quant_algo="NVFP4", ignore=["lm_head", *(f"*.{x}" for x in SENSITIVE)])
+
+
+def in_awq(config, **options):
+    return quantized(config, "awq", bits=4, group_size=128, modules_to_not_convert=list(SENSITIVE), **options)

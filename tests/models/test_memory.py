@@ -12,10 +12,11 @@ from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from transformers_packed import DataCollatorWithFlattening, registered
+from transformers_packed import DataCollatorWithFlattening, add_mtp, registered
 from transformers_packed.boundaries import CHUNK_SIZE
 from transformers_packed.models.families import sizes_of
-from transformers_packed.models.memory import layer_memory
+from transformers_packed.models.memory import head_memory, layer_memory
+from transformers_packed.models.trunk_row import TrunkRow
 from transformers_packed.ops.dispatch import Implementation
 
 
@@ -93,10 +94,14 @@ STAND_INS = {
 
 
 class SavedTest(InterpretedKernelsTest):
-    def saved(self, config) -> list[float]:
-        """The bytes that each layer saves per token, without parameters and without what other layers save too."""
+    def saved(self, config, mtp=False) -> list[float]:
+        """The bytes that each layer saves per token, without parameters and without what other layers save too.
+
+        The last one is that of a head of multi-token prediction, if there is one.
+        """
         with registered():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+        head, row = [add_mtp(model)] if mtp else [], TrunkRow()
         others = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         found = []
 
@@ -116,7 +121,7 @@ class SavedTest(InterpretedKernelsTest):
 
             layer.forward = forward
 
-        for layer in model.model.layers:
+        for layer in (*model.model.layers, *head):
             record(layer)
         ids = torch.arange(1, TOKENS + 1).tolist()
         batch = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")(
@@ -126,7 +131,9 @@ class SavedTest(InterpretedKernelsTest):
             module = import_module(f"transformers_packed.ops.{module}")
             self.enterContext(mock.patch.dict(getattr(module, table), stand_in))
         batch.pop("labels")
-        self.assertIsNotNone(model.model(**batch).last_hidden_state.grad_fn)
+        self.assertIsNotNone(model.model(**batch, **{"trunk_row": row} if mtp else {}).last_hidden_state.grad_fn)
+        for module in head:
+            module(row)
         return [sum(x.nbytes() for place, x in own.items() if place not in others) / TOKENS for own in found]
 
     @parameterized.expand(CONFIGS)
@@ -138,6 +145,15 @@ class SavedTest(InterpretedKernelsTest):
             expected = layer_memory(sizes, layer, TOKENS, 1, None)[0] / TOKENS
             # The scales of norms and routers are small beside layers of usual sizes.
             self.assertLess(abs(saved / expected - 1), 0.03)
+
+    @parameterized.expand([name for name in CONFIGS if name.startswith("qwen")])
+    def test_a_head_saves(self, name):
+        """The loss counts the input of the last norm."""
+        model_type, options = CONFIGS[name]
+        config = CONFIG_MAPPING[model_type](**TINY | options, mtp_num_hidden_layers=1)
+        *_, saved = self.saved(config, mtp=True)
+        expected = head_memory(sizes_of(config), TOKENS, 1, None, alone=True)[0] / TOKENS + 2 * config.hidden_size
+        self.assertLess(abs(saved / expected - 1), 0.03)
 
     @parameterized.expand(CONFIGS)
     def test_the_linear_layers_are_those_of_the_model(self, name):

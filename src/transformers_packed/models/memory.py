@@ -42,12 +42,19 @@ NF4 = Stored("NF4", 1 / 2 + 1 / 64 + FULL / (64 * 256))
 class Lora:
     """LoRA adapters of a rank on all linear layers, and with `experts` on experts. Without a rank, all is trained.
 
+    With `mtp_only`, the head of multi-token prediction is trained alone, and the rest runs without gradients.
     `stored` is how frozen linear layers and experts are stored if they are quantized.
     """
 
     rank: int = 0
     experts: bool = False
     stored: Stored | None = None
+    mtp_only: bool = False
+
+    @property
+    def freezes(self) -> bool:
+        """Whether the model's own weights are frozen."""
+        return self.rank > 0 or self.mtp_only
 
     @property
     def expert_columns(self) -> int:
@@ -114,6 +121,28 @@ def layer_memory(
     # activations.
     mlp = tokens * (stream * hidden + HALF * mlp_made) + _copies(layer.mlp, hidden, lora)
     return HALF * (tokens * kept + whole_row), max(mlp, HALF * tokens * (made - mlp_kept))
+
+
+def head_memory(
+    sizes: Sizes, max_length: int, size: int, attention: str | None, alone: bool, stream: int = HALF
+) -> tuple[float, float, float]:
+    """Bytes as in [`layer_memory`] for a head of multi-token prediction, and what it saves beside its layer.
+
+    `alone` says that it is trained alone.
+    """
+    tokens = -(-max_length // size) * sizes.hidden
+    kept, made = layer_memory(sizes, sizes.head, max_length, size, attention, ALL_TRAINED, stream)
+    # The embeddings of the next tokens and, without a loss of the trunk that counts them, the hidden states, which two
+    # norms save, and the outputs of these, which the first linear layer saves.
+    beside = tokens * ((1 + alone) * stream + 2 * HALF)
+    # The input and output of the last norm of the trunk, and the gradients of both hidden states, in one tensor.
+    return kept + beside, made + (0 if alone else 4 * stream * tokens), beside
+
+
+def attention_output(layer: Layer, tokens: int) -> float:
+    """Bytes that softmax attention in a layer returns for its backward: the output, and a sum per token and head."""
+    mixer = layer.mixer
+    return tokens * mixer.heads * (HALF * mixer.dim + FULL) if isinstance(mixer, Attention) else 0.0
 
 
 def _of_delta_rule(rule: DeltaRule) -> tuple[int, int]:

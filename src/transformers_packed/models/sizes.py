@@ -99,6 +99,11 @@ class Sizes:
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
 
     @property
+    def head(self) -> Layer:
+        """The layer of a head of multi-token prediction: attention, and experts if other layers have some."""
+        return Layer(self.attention, self.mixtures[0] if self.mixtures else self.layers[-1].mlp)
+
+    @property
     def expert_parameters(self) -> list[int]:
         """The number of parameters of the routed experts in each mixture."""
         return [3 * self.hidden * mixture.width * mixture.number for mixture in self.mixtures]

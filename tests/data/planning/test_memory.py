@@ -1,11 +1,8 @@
 """The plan of `transformers-packed memory`: its formulas against measurements, the exchanged bytes, and its page."""
 
 import contextlib
-import copy
-import json
 import unittest
 from argparse import Namespace
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -17,12 +14,11 @@ from common.families import tiny_config
 from common.fused import saved_in
 from common.matrices import is_hidden
 from common.processes import EXPERTS, run_once
-from common.sizes import SIZES
+from common.sizes import SIZES, in_fp8, quantized
 from mixins.triton import InterpretedKernelsTest
 from mixins.vision import TEXT, vision_config
 from parameterized import parameterized
 from transformers import (
-    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     LlamaConfig,
@@ -33,15 +29,15 @@ from transformers import (
     set_seed,
 )
 
-from transformers_packed import DataCollatorWithFlattening, registered
+from transformers_packed import DataCollatorWithFlattening, add_mtp, registered
 from transformers_packed.cli.finetune import untrained_model, with_adapters
 from transformers_packed.data.planning.memory import exchanges, plan_sequence_parallel
 from transformers_packed.data.planning.step_memory import Parameters, checkpointed_layers, step_memory
 from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.families import SIZED, sizes_of
 from transformers_packed.models.memory import ALL_TRAINED, NF4, Lora, layer_memory
+from transformers_packed.models.mtp_head import MtpHead
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
-from transformers_packed.models.quantization import SENSITIVE
 from transformers_packed.models.quantized_weights import ExpertsIn4bit
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -54,39 +50,8 @@ from transformers_packed.parallel import SequenceParallel, shard_batch
 
 ROOT = Path(__file__).parents[3]
 GIB, MIB = 2**30, 2**20
-# Other hybrids than Qwen's, with 8 layers.
-HYBRIDS = {"kimi_linear": "Kimi-Linear", "bailing_hybrid": "Bailing-Hybrid", "olmo_hybrid": "OLMo-Hybrid"}
 SIZED_NAMES = {family.name for family in SIZED}
-# Models with their configurations. Experts have adapters too.
-MIXTURES = {
-    "35B-A3B, 8 layers": Qwen3_5MoeTextConfig(num_hidden_layers=8),
-    "35B-A3B": Qwen3_5MoeTextConfig(),
-    "Next-80B": Qwen3NextConfig(),
-}
 SMALL = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-
-
-def quantized(config, method, **options):
-    config = copy.deepcopy(config)
-    config.quantization_config = {"quant_method": method, **options}
-    return config
-
-
-def in_fp8(config):
-    """The configuration of a checkpoint as released, whose small layers are in 16 bits."""
-    return quantized(config, "fp8", modules_to_not_convert=list(SENSITIVE))
-
-
-def in_nvfp4(config):
-    return quantized(config, "modelopt", quant_algo="NVFP4", ignore=["lm_head", *(f"*.{x}" for x in SENSITIVE)])
-
-
-def in_awq(config, **options):
-    return quantized(config, "awq", bits=4, group_size=128, modules_to_not_convert=list(SENSITIVE), **options)
-
-
-# Titles of weights, and the configurations of checkpoints that have them.
-WEIGHTS = {"nf4": ("NF4", None), "fp8": ("FP8", in_fp8), "nvfp4": ("NVFP4", in_nvfp4), "awq": ("AWQ", in_awq)}
 
 
 SPREAD = {"config": Qwen3_5MoeTextConfig(), "expert_parallel": 2, "memory": 141}
@@ -146,91 +111,6 @@ def count_received(size):
     return results
 
 
-WITH, OFFLOAD = "with", "offload"
-
-
-def measured_on_gpus():
-    """Yield model, tokens, P, where checkpoints are, the adapters and GiB of each run.
-
-    A run is forward and backward without existing gradients, with all weights on each GPU.
-    """
-    results = ROOT / "benchmarks" / "results"
-    for run in json.loads((results / "step.json").read_text())["runs"]:
-        ours = run["arms"].get("ours", {})
-        # An arm with graphs leaves some memory allocated.
-        if run["lengths"] == "lognormal" and "peak_GiB" in ours and "ours+graphs" not in run["arms"]:
-            checkpoints = WITH if run["checkpointing"] else "without"
-            yield run["model"], run["tokens"], 1, checkpoints, ALL_TRAINED, ours["peak_GiB"]
-    for run in json.loads((results / "lora.json").read_text())["runs"]:
-        checkpoints = WITH if run["checkpointing"] else "without"
-        for arm, lora in {"ours+lora": Lora(16), "ours+qlora": Lora(16, stored=NF4)}.items():
-            if arm in run["arms"] and "ours+graphs+lora" not in run["arms"]:
-                yield run["model"], run["tokens"], 1, checkpoints, lora, run["arms"][arm]["peak_GiB"]
-    for run in json.loads((results / "moe.json").read_text())["runs"]:
-        for arm, found in run["arms"].items():
-            if arm == "ours+lora":
-                name = f"{run['model']}, {run['layers']} layers"
-                yield name, run["tokens"], 1, "without", Lora(16, True), found["peak_GiB"]
-    for run in json.loads((results / "families.json").read_text())["runs"]:
-        ours = run["arms"].get("ours", {})
-        # The formulae are those of the fused convolution.
-        if run["family"] in set(HYBRIDS) & SIZED_NAMES and ours["ran"]["causal_conv1d_qkv"] == ["triton"]:
-            yield HYBRIDS[run["family"]], sum(run["lengths"]), 1, "without", ALL_TRAINED, ours["peak_gib"]
-    for name in ("sequence_parallel", "long_documents"):
-        for run in json.loads((results / f"{name}.json").read_text())["runs"]:
-            peaks, lora = {}, Lora(16, stored=NF4 if run.get("qlora") else None) if run.get("lora") else ALL_TRAINED
-            for arm in run["arms"]:
-                checkpoints = {"offload": OFFLOAD, "stock offload": None}.get(arm.get("variant"), WITH)
-                if checkpoints is not None and "peak_GiB" in arm:
-                    peaks.setdefault((arm["size"], checkpoints), []).append(arm["peak_GiB"])
-            for (size, checkpoints), found in sorted(peaks.items()):
-                yield run["model"], run["tokens"], size, checkpoints, lora, max(found)
-
-
-def hybrid_config(title):
-    """The configuration that benchmarks/families.py measured."""
-    runs = json.loads((ROOT / "benchmarks" / "results" / "families.json").read_text())["runs"]
-    (given,) = (dict(run["config"]) for run in runs if HYBRIDS.get(run["family"]) == title)
-    return CONFIG_MAPPING[given.pop("model_type")](**given)
-
-
-def qwen_config(model):
-    return MIXTURES[model] if model in MIXTURES else Qwen3_5TextConfig(**SIZES[model])
-
-
-@lru_cache
-def known(model):
-    config = hybrid_config(model) if model in HYBRIDS.values() else qwen_config(model)
-    return config, sizes_of(config), Parameters.of(config)
-
-
-def expected_peak(model, max_length, size, checkpoints, lora):
-    """Compute GiB of a step without an optimizer by the formulas."""
-    config, *found = known(model)
-    chosen = checkpointed_layers(config, int(checkpoints != "without"))
-    given = *found, max_length, size, 1, 2, chosen, checkpoints == OFFLOAD
-    need = step_memory(*given, None, lora)
-    return (need.total - need.moments) / GIB
-
-
-def whole_steps_on_one_gpu():
-    """Return the runs of whole steps of `PackedTrainer` that `memory` describes, the newest ones of the same settings."""
-    found = {}
-    for name in ("whole_steps", "optimizers", "quantized_whole_steps", "released_weights"):
-        for run in json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["runs"]:
-            unknown = (
-                run["float8"]
-                or run["weights"] == "float8"
-                or run["graphs"]
-                or run.get("chose_graphs")
-                or run["tokens"] < 8192
-            )
-            if run.get("gpus") == 1 and "error" not in run and not unknown:
-                settings = "model", "weights", "lora", "linear", "optim", "tokens", "checkpointing"
-                found[tuple(run.get(setting) or False for setting in settings)] = run
-    return found.values()
-
-
 def bytes_of_a_step(model):
     """The bytes of all weights, of the gradients, and of the moments of AdamW after a step."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -240,73 +120,13 @@ def bytes_of_a_step(model):
     return tuple(sum(x.nbytes for x in part) for part in (model.parameters(), [x.grad for x in trained], moments))
 
 
-def lines_of_the_page():
-    """The lines of docs/explained/memory.md, with single spaces between the columns of its figures."""
-    return {" ".join(line.split()) for line in (ROOT / "docs/explained/memory.md").read_text().splitlines()}
-
-
 class FormulaeTest(unittest.TestCase):
-    def test_fits_whole_steps(self):
-        lines = lines_of_the_page()
-        for run in whole_steps_on_one_gpu():
-            model, tokens, measured = run["model"], run["tokens"], run["peak_GiB"]
-            in_4bit, linear = run["weights"] == "nf4", run.get("linear", False)
-            weights, stored = WEIGHTS.get(run["weights"], (run["weights"], None))
-            config = stored(qwen_config(model)) if stored else qwen_config(model)
-            given = {"weights": "bfloat16" if run["weights"] in WEIGHTS else weights, "optimizer": run["optim"]}
-            if run["lora"]:
-                experts = model in MIXTURES and not linear
-                given |= {"lora_rank": 16, "lora_experts": experts, "load_in_4bit": in_4bit}
-            saving = run["checkpointing"] + run.get("offload", False)
-            need = plan_sequence_parallel(config, tokens, 1, 1000, **given).options[1][saving]
-            expected = need.total / GIB
-            kind = "QLoRA" if in_4bit else "LoRA" if run["lora"] else "all"
-            trained = f"{kind}{' without experts' if linear else ''}, {weights}"
-            way = ("without", WITH, OFFLOAD)[saving]
-            optimizer = "" if run["optim"] == DEFAULT else f", {run['optim']}"
-            row = f"{model} {trained}{optimizer} {tokens:,} {way} {measured:.1f} {expected:.1f}"
-            with self.subTest(row):
-                self.assertLess(abs(expected / measured - 1), 0.06)
-                self.assertIn(row, lines)
-
-    def test_fits_what_was_measured(self):
-        lines, found = lines_of_the_page(), set()
-        for model, tokens, size, checkpoints, lora, measured in measured_on_gpus():
-            expected = expected_peak(model, tokens, size, checkpoints, lora)
-            bar = 0.1 if model in HYBRIDS.values() else 0.05 if lora.rank else 0.035
-            self.assertLess(abs(expected / measured - 1), bar, (model, tokens, size, checkpoints))
-            adapters = f", {'QLoRA' if lora.stored else 'LoRA'}" if lora.rank else ""
-            shape = f"{model}{adapters}{' of experts too' if lora.experts else ''}"
-            row = f"{shape} {tokens:,} {size} {checkpoints} {measured:.2f} {expected:.2f}"
-            self.assertTrue(row in lines, row)
-            found.add((shape, size, checkpoints))
-        for shape in ("4B", "4B, LoRA"):
-            self.assertGreaterEqual(found, {(shape, 1, "without"), (shape, 1, WITH)})
-        self.assertGreaterEqual(found, {("4B", 2, WITH), ("9B", 1, "without"), ("9B, LoRA", 2, OFFLOAD)})
-        self.assertIn(("35B-A3B, 8 layers, LoRA of experts too", 1, "without"), found)
-
     @parameterized.expand([(f"{case}, {size}", case, size) for case, (_, _, s) in EXCHANGES.items() for size in s])
     def test_counts_what_is_exchanged(self, _, case, size):
         name, methods, _ = EXCHANGES[case]
         expected = sum(e.layers * e.bytes for e in exchanges(make_model(name).config, 48, size, **methods))
         for results in run_once(count_received, size, size):
             self.assertEqual(results[case], (expected, expected))
-
-    def test_fits_experts_over_two_gpus(self):
-        lines = lines_of_the_page()
-        first, second = json.loads((ROOT / "benchmarks/results/expert_parallel.json").read_text())["runs"]
-        arms, config = first["arms"] | second["arms"], Qwen3_5MoeTextConfig(num_hidden_layers=12)
-        sizes, parameters = sizes_of(config), Parameters.of(config)
-        for trained, end, rank in (("all weights", "", 0), ("LoRA outside the experts", ", LoRA", 16)):
-            row = trained
-            for plan, spread, bar in (("FSDP2", 1, 0.15), ("EP", 2, 0.05)):
-                given = sizes, parameters, first["tokens"], 1, 2, 2, [False] * 12, False, None, Lora(rank)
-                need = step_memory(*given, expert_parallel=spread)
-                # There was no optimizer.
-                expected, measured = need.total - need.moments, arms[f"ours, {plan}{end}"]["peak_gib"]
-                self.assertLess(abs(expected / GIB / measured - 1), bar, (trained, plan))
-                row += f" {measured:.1f} {expected / GIB:.1f}"
-            self.assertIn(row, lines)
 
     @parameterized.expand([(8, 1), (8, 8), (64, 1), (64, 8), (64, 64), (512, 1), (512, 8), (512, 64)])
     def test_experts_over_gpus_on_paper(self, gpus, spread):
@@ -342,7 +162,8 @@ class FormulaeTest(unittest.TestCase):
         blocks = sum(p.numel() for p in model.model.visual.blocks.parameters())
         total = model.num_parameters()
         found = Parameters.of(config)
-        same = found.quantized, found.adapters, 0
+        # Embeddings that are not tied.
+        same = found.quantized, found.adapters, 0, model.get_input_embeddings().weight.numel()
         expected = Parameters(total, total - sum(layers) - blocks, max(layers), found.matrices, *same)
         self.assertEqual(found, expected)
         text = modeling_qwen3_5.Qwen3_5ForCausalLM(config.text_config)
@@ -399,6 +220,25 @@ class FormulaeTest(unittest.TestCase):
             kept = [layer_memory(sizes, layer, 24, 1, None, Lora(rank))[0] for rank in (4, 0)]
             self.assertEqual(kept[0] - kept[1], 2 * 24 * 4 * linear)
 
+    @parameterized.expand([("all", 0, False), ("alone", 0, True), ("LoRA", 4, False)])
+    def test_counts_the_bytes_of_a_head(self, _, rank, alone):
+        """Weights, gradients and moments of a step on the meta device. Beside adapters, a head is in float32."""
+        config = Qwen3_5MoeTextConfig(**SMALL, **EXPERTS, mtp_num_hidden_layers=1)
+        with torch.device("meta"), registered():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if rank:
+            model = with_adapters(model, Namespace(lora_rank=rank, experts=True))
+        elif alone:
+            model.requires_grad_(False)
+        head = add_mtp(model, dtype=torch.float32 if rank else None)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        sizes, parameters = sizes_of(config), Parameters.of(config, mtp=True)
+        self.assertEqual(parameters.head, sum(x.numel() for x in head.parameters()))
+        lora, chosen = Lora(rank, rank > 0, mtp_only=alone), checkpointed_layers(config, 0, True)
+        need = step_memory(sizes, parameters, 24, 1, 1, 2, chosen, False, None, lora)
+        self.assertEqual((need.weights, need.gradients, need.moments), bytes_of_a_step(model))
+
     @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
     def test_counts_the_bytes_of_weights_in_4_bit(self):
         from bitsandbytes.functional import quantize_4bit
@@ -424,7 +264,9 @@ class FormulaeTest(unittest.TestCase):
         self.assertEqual(Parameters.of(config).quantized, found)
 
     def test_the_page_has_these_figures(self):
-        page, lines = (ROOT / "docs/explained/memory.md").read_text(), lines_of_the_page()
+        page = (ROOT / "docs/explained/memory.md").read_text()
+        # With single spaces between the columns.
+        lines = {" ".join(line.split()) for line in page.splitlines()}
         config = Qwen3_5TextConfig()
         parameters = Parameters.of(config)
         for gpus in (8, 64, 512):
@@ -495,11 +337,13 @@ class PlanTest(unittest.TestCase):
         config = Qwen3_5Config(**vision_config(SMALL))
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config)
+            head = model.mtp = MtpHead(model)
         for every in (1, 2, 3, 5):
             model.gradient_checkpointing_enable(**{"every_n_layers": every} if can_select_checkpoints() else {})
-            found = [layer.gradient_checkpointing for layer in model.get_decoder().layers]
+            found = [layer.gradient_checkpointing for layer in (*model.get_decoder().layers, *head.layers)]
             if every == 1 or can_select_checkpoints():
-                self.assertEqual(checkpointed_layers(config, every), found, every)
+                self.assertEqual(checkpointed_layers(config, every, head=True), found, every)
+                self.assertEqual(checkpointed_layers(config, every), found[:-1], every)
 
     @parameterized.expand(
         [("rows", {"gradient_accumulation_steps": 2}), ("DDP", {"lora_rank": 16, "load_in_4bit": True})]

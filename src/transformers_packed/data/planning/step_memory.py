@@ -1,6 +1,7 @@
 """The memory of a GPU in a step, by the formulae of docs/explained/memory.md. Bytes are per GPU, computation in bfloat16."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
@@ -9,7 +10,8 @@ from ...models.checkpoint_kinds import kept_by
 from ...models.families import EXPERT_WEIGHTS, sizes_of
 from ...models.lora import adapted_layers
 from ...models.matrices import hidden_matrices
-from ...models.memory import ALL_TRAINED, FULL, HALF, Lora, layer_memory, loss_memory
+from ...models.memory import ALL_TRAINED, FULL, HALF, Lora, attention_output, head_memory, layer_memory, loss_memory
+from ...models.mtp_head import MtpHead
 from ...models.optimizers import DEFAULT, OPTIMIZERS, Optimizer
 from ...models.sizes import Experts, Sizes
 
@@ -18,7 +20,9 @@ from ...models.sizes import Experts, Sizes
 class Parameters:
     """The number of parameters: in total, outside of layers, in the largest layer, in hidden matrices, and in adapters of rank 1.
 
-    `quantized` are those that the checkpoint has in fewer bits, or that loading in 4 bit quantizes. The adapters are those of linear layers and of experts.
+    `embeddings` are those of input embeddings that are not tied to the language modeling head, `head` those of a head of
+    multi-token prediction, if it is trained. `quantized` are those that the checkpoint has in fewer bits, or that loading
+    in 4 bit quantizes. The adapters are those of linear layers and of experts.
     """
 
     total: int
@@ -28,34 +32,45 @@ class Parameters:
     quantized: int
     adapters: int
     expert_adapters: int
+    embeddings: int
+    head: int = 0
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> "Parameters":
+    def of(cls, config: PreTrainedConfig, mtp: bool = False) -> "Parameters":
         """Count the parameters of a model on the meta device, including its vision tower if it has one.
 
-        Adapters are those of `transformers-packed train`.
+        Adapters are those of `transformers-packed train`. With `mtp`, the model has a head of multi-token prediction.
         """
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         with torch.device("meta"):
             model = auto.from_config(config)
-        stacks = (module for name, module in model.named_modules() if name.endswith((".layers", ".blocks")))
-        layers = [_count(layer) for stack in stacks for layer in stack]
         experts = [x for name, x in model.named_parameters() if name.endswith(EXPERT_WEIGHTS)]
         adapters = sum(x.in_features + x.out_features for x in adapted_layers(model).values())
         expert_adapters = sum(len(x) * sum(x.shape[1:]) for x in experts)
         kept = kept_by(config, model)
         linear = (x.weight for name, x in model.named_modules() if type(x) is torch.nn.Linear and not kept(name))
-        total, quantized = _count(model), sum(x.numel() for x in (*linear, *experts))
+        quantized = sum(x.numel() for x in (*linear, *experts))
+        weight, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embeddings = 0 if weight is output else weight.numel()
+        # Neither adapters nor fewer bits are for the head.
+        head = _add_head(model) if mtp else 0
+        stacks = (module for name, module in model.named_modules() if name.endswith((".layers", ".blocks")))
+        layers = [_count(layer) for stack in stacks for layer in stack]
+        total = _count(model)
         matrices = sum(model.get_parameter(name).numel() for name in hidden_matrices(model))
-        return cls(total, total - sum(layers), max(layers), matrices, quantized, adapters, expert_adapters)
+        found = total, total - sum(layers), max(layers), matrices, quantized, adapters, expert_adapters
+        return cls(*found, embeddings, head)
 
     def trained(self, lora: Lora) -> int:
         """The number of trained parameters."""
-        return lora.rank * (self.adapters + lora.experts * self.expert_adapters) if lora.rank else self.total
+        if lora.freezes:
+            return lora.rank * (self.adapters + lora.experts * self.expert_adapters) + self.head
+        return self.total
 
     def bytes(self, width: float, lora: Lora) -> float:
-        """The size of all parameters but adapters, in weights of `width` bytes."""
-        return width * self.total + (lora.stored.bytes - width if lora.stored else 0) * self.quantized
+        """The size of all parameters, in weights of `width` bytes. Beside adapters, a head is in float32 as they are."""
+        frozen = width * self.total + (lora.stored.bytes - width if lora.stored else 0) * self.quantized
+        return frozen + FULL * self.trained(lora) - width * self.head if lora.rank else frozen
 
 
 @dataclass(frozen=True)
@@ -70,15 +85,15 @@ class StepMemory:
         moments (`float`):
             The sharded states of the optimizer, such as the moments of AdamW.
         gathered (`float`):
-            The full weights and gradients outside of layers, the weights of two layers, and the gradients of one
-            layer. With LoRA the gradients of adapters only.
+            The full weights of two layers and the gradients of one, with LoRA those of adapters only. If the embeddings
+            are the head too, also their weights and gradients.
         saved (`float`):
             Activations saved for backward.
         working (`float`):
             The larger of the loss computation and the backward of one layer. Gradient checkpointing first recomputes
             the forward of this layer.
         most (`float`):
-            The most bytes of gradients and activations at the same time, which is less than their sum.
+            The most bytes of gradients, activations and what FSDP2 gathers at the same time, which is less than their sum.
         host (`float`, *optional*, defaults to 0.0):
             Pinned host memory for checkpoints. It is not part of the total.
     """
@@ -94,7 +109,20 @@ class StepMemory:
 
     @property
     def total(self) -> float:
-        return self.weights + self.moments + self.gathered + self.most
+        return self.weights + self.moments + self.most
+
+
+class _Layer(NamedTuple):
+    """Bytes that a layer saves, makes in its backward, and still holds, beside its input, if it is computed `again`."""
+
+    kept: float
+    made: float
+    again: bool
+    always: float
+
+    @property
+    def held(self) -> float:
+        return self.always if self.again else self.kept
 
 
 def is_sharded(lora: Lora, optimizer: Optimizer) -> bool:
@@ -116,11 +144,13 @@ def step_memory(
     optimizer: Optimizer = OPTIMIZERS[DEFAULT],
     rows: int = 1,
     expert_parallel: int = 1,
+    keep_attention: bool = False,
 ) -> StepMemory:
     """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
 
-    `checkpointed` says which layers are. With `offload`, the GPU holds few checkpoints at a time. `rows` are those of a step.
-    Experts are spread over `expert_parallel` GPUs, each of which has as many tokens.
+    `checkpointed` says which layers are, that of a head of multi-token prediction last. With `offload`, the GPU holds few
+    checkpoints at a time, and with `keep_attention` the outputs of attention. `rows` are those of a step. Experts are
+    spread over `expert_parallel` GPUs, each of which has as many tokens.
     """
     whole = not is_sharded(lora, optimizer)
     # DDP keeps the gradients in its buckets.
@@ -128,86 +158,142 @@ def step_memory(
     gpus, tokens = 1 if whole else gpus, -(-max_length // size)
     # FSDP2 casts weights to bfloat16, and autocast only the inputs and weights of products.
     stream = HALF if gpus > 1 else width
-    layers = [layer_memory(sizes, layer, max_length, size, attention, lora, stream) for layer in sizes.layers]
-    if expert_parallel > 1:
-        # The tokens that arrive for each choice, and the outputs of experts that come back.
-        chosen = [layer.mlp.chosen if isinstance(layer.mlp, Experts) else 0 for layer in sizes.layers]
-        travel = HALF * 2 * tokens * sizes.hidden
-        layers = [(kept + travel * n, made) for (kept, made), n in zip(layers, chosen, strict=True)]
-    # Checkpointing always keeps the input of a layer.
-    given = stream * tokens * sizes.hidden
-    ways, checkpoints = list(zip(layers, checkpointed, strict=True)), given * sum(checkpointed)
-    others = sum(kept for (kept, _), again in ways if not again)
-    layer = max(kept - given + made if again else made for (kept, made), again in ways)
-    on_device = on_gpu(lora) if offload else len(layers)
-    saved, loss = others + min(checkpoints, on_device * given), loss_memory(sizes, tokens, lora.rank > 0, stream)
     weights, gradients, states = _of_parameters(sizes, parameters, width, lora, optimizer)
-    root = gradients if throughout else 0.0 if lora.rank else width * parameters.root
-    backward = _most_in_backward(ways, given, on_device, root / gpus, gradients / gpus)
-    at_loss = saved + loss + (gradients / gpus if throughout else 0)
+    given = max_length, size, attention, stream
+    ways = _layers(sizes, *given, checkpointed, lora, expert_parallel, keep_attention, parameters.head > 0)
+    # Checkpointing always keeps the input of a layer.
+    checkpoint, checkpoints = stream * tokens * sizes.hidden, sum(way.again for way in ways)
+    on_device = on_gpu(lora) if offload else len(ways)
+    saved = sum(way.held for way in ways) + min(checkpoints, on_device) * checkpoint
+    both_losses = parameters.head > 0 and not lora.mtp_only
+    # One product takes the hidden states of both in one tensor.
+    loss = loss_memory(sizes, (1 + both_losses) * tokens, lora.freezes, stream) + 2 * both_losses * checkpoint
+    at_loss, at_layers, at_end = _gathered(sizes, parameters, lora, gpus, expert_parallel)
+    root, of_layers = _of_backward(parameters, gradients, width, lora, len(sizes.layers))
+    if throughout:
+        root, of_layers = gradients, [0.0] * len(ways)
+    backward = _most_in_backward(ways, [x / gpus for x in of_layers], checkpoint, on_device, root / gpus)
+    most_at_loss = saved + loss + at_loss + (gradients / gpus if throughout else 0)
     return StepMemory(
         weights=weights / gpus,
         gradients=gradients / gpus,
         moments=states / gpus,
-        gathered=_gathered(sizes, parameters, lora, gpus, expert_parallel) if gpus > 1 else 0,
+        gathered=max(at_loss, at_layers),
         saved=saved,
-        working=max(loss, layer),
-        most=max(at_loss, backward),
-        host=checkpoints if offload else 0.0,
+        working=max(loss, *(way.kept - checkpoint * way.again + way.made for way in ways)),
+        most=max(most_at_loss, backward + at_layers, gradients / gpus + checkpoint + at_end),
+        host=checkpoints * checkpoint if offload else 0.0,
     )
+
+
+def _layers(
+    sizes: Sizes,
+    max_length: int,
+    size: int,
+    attention: str | None,
+    stream: int,
+    checkpointed: list[bool],
+    lora: Lora,
+    expert_parallel: int,
+    keep_attention: bool,
+    has_head: bool,
+) -> list[_Layer]:
+    """The layers that save activations, that of a head of multi-token prediction last."""
+    kinds, tokens = list(sizes.layers), -(-max_length // size)
+    found = [(*layer_memory(sizes, layer, max_length, size, attention, lora, stream), 0.0) for layer in kinds]
+    if expert_parallel > 1:
+        # The tokens that arrive for each choice, and the outputs of experts that come back.
+        chosen = [layer.mlp.chosen if isinstance(layer.mlp, Experts) else 0 for layer in kinds]
+        travel = HALF * 2 * tokens * sizes.hidden
+        found = [(kept + travel * n, made, 0.0) for (kept, made, _), n in zip(found, chosen, strict=True)]
+    if has_head:
+        kinds.append(sizes.head)
+        found.append(head_memory(sizes, max_length, size, attention, lora.mtp_only, stream))
+    outputs = [keep_attention * attention_output(layer, tokens) for layer in kinds]
+    ways = [
+        _Layer(kept, made, again, always + output)
+        for (kept, made, always), again, output in zip(found, checkpointed, outputs, strict=True)
+    ]
+    return ways[-1:] if lora.mtp_only else ways
+
+
+def _of_backward(
+    parameters: Parameters, gradients: float, width: int, lora: Lora, layers: int
+) -> tuple[float, list[float]]:
+    """Bytes of the gradients that exist before the backward of layers, and of those that come with each of these.
+
+    Those of embeddings come last, or with those of the language modeling head if they are tied.
+    """
+    head = float((FULL if lora.rank else width) * parameters.head)
+    of_head = [head] if parameters.head else []
+    if lora.mtp_only:
+        return 0.0, of_head
+    root, last = 0, 0
+    if not lora.rank:
+        root, last = width * (parameters.root - parameters.embeddings), width * parameters.embeddings
+    return float(root), [(gradients - root - last - head) / layers] * layers + of_head
 
 
 def _of_parameters(
     sizes: Sizes, parameters: Parameters, width: int, lora: Lora, optimizer: Optimizer
 ) -> tuple[float, float, float]:
     """Bytes of all parameters, of the gradients of the trained ones, and of the states of the optimizer."""
-    weights, adapters = parameters.bytes(width, lora), FULL * parameters.trained(lora) if lora.rank else 0.0
-    gradients, head = adapters or weights, sizes.vocabulary * sizes.hidden
+    value, trained, head = FULL if lora.rank else width, parameters.trained(lora), sizes.vocabulary * sizes.hidden
+    gradients = value * trained
     if optimizer.releases:
-        # Tied embeddings add to the gradient of the head at the end of the backward.
-        gradients = min(gradients, width * (parameters.layer + head))
-    special = (0, 0) if lora.rank else (head, parameters.matrices)
-    states = optimizer.states(FULL if lora.rank else width, parameters.trained(lora), *special)
-    return weights + adapters, gradients, states
+        # Tied embeddings add to the gradient of the head at the end of the backward. Others come after those of layers.
+        both = max(parameters.layer, head) if parameters.embeddings else parameters.layer + head
+        gradients = min(gradients, width * both)
+    # Of a head of multi-token prediction, all but its norms are hidden matrices.
+    special = (0, min(trained, parameters.matrices)) if lora.freezes else (head, parameters.matrices)
+    return parameters.bytes(width, lora), gradients, optimizer.states(value, trained, *special)
 
 
-def _gathered(sizes: Sizes, parameters: Parameters, lora: Lora, gpus: int, expert_parallel: int) -> float:
-    """Bytes of weights and gradients that FSDP2 gathers for running layers."""
+def _gathered(
+    sizes: Sizes, parameters: Parameters, lora: Lora, gpus: int, expert_parallel: int
+) -> tuple[float, float, float]:
+    """Bytes of weights and gradients that FSDP2 by accelerate gathers for the loss, for running layers, and at the end."""
+    if gpus == 1:
+        return 0.0, 0.0, 0.0
     experts = max(sizes.expert_parameters, default=0)
     # A process's own experts are not gathered if no other one has them.
     layer = parameters.layer - experts + (experts / expert_parallel if gpus > expert_parallel else 0)
-    gradients = 3 * parameters.trained(lora) / len(sizes.layers) if lora.rank else parameters.root + layer
-    return HALF * (parameters.root + 2 * layer + gradients)
+    gradients = 3 * parameters.trained(lora) / len(sizes.layers) if lora.rank else layer
+    # Embeddings are gathered by themselves, or with the head and until the end if they are tied. The loss counts the
+    # gradient of the head.
+    outside = parameters.root - parameters.embeddings
+    tied = 0 if parameters.embeddings else outside * (1 if lora.freezes else 2)
+    end = 0 if lora.freezes else 2 * parameters.embeddings
+    return HALF * outside, HALF * (tied + 2 * layer + gradients), HALF * end
 
 
-def _most_in_backward(ways: list, checkpoint: float, on_device: int, root: float, gradients: float) -> float:
+def _most_in_backward(
+    ways: list[_Layer], of_layers: list[float], checkpoint: float, on_device: int, gradients: float
+) -> float:
     """The most bytes of activations and gradients in the backward of a layer.
 
     Args:
-        ways (`list`):
-            For each layer the bytes that it saves and makes in its backward, and whether it is checkpointed.
+        ways (`list`), of_layers (`list`):
+            The layers, and bytes of their gradients.
         checkpoint (`float`), on_device (`int`):
             Bytes of a checkpoint, and how many of them the GPU holds at most.
-        root (`float`), gradients (`float`):
-            Bytes of the gradients that exist before the backward of the layers, and after it.
+        gradients (`float`):
+            Bytes of the gradients that exist before the backward of the layers.
     """
-    most, below, checkpoints, each = 0.0, 0.0, 0, (gradients - root) / len(ways)
-    for number, ((kept, made), again) in enumerate(ways):
+    most, below, checkpoints = 0.0, sum(way.held for way in ways), sum(way.again for way in ways)
+    for way, own in zip(reversed(ways), reversed(of_layers), strict=True):
+        below, checkpoints, gradients = below - way.held, checkpoints - way.again, gradients + own
         # A layer that is computed again has its own input, too.
-        held = min(checkpoints, on_device - again) * checkpoint
-        most = max(most, root + each * (len(ways) - 1 - number) + below + held + kept + made)
-        if again:
-            checkpoints += 1
-        else:
-            below += kept
+        held = min(checkpoints, on_device - way.again) * checkpoint
+        most = max(most, gradients + below + held + way.kept + way.made)
     return most
 
 
-def checkpointed_layers(config: PreTrainedConfig, every_n_layers: int) -> list[bool]:
-    """Return which layers Transformers checkpoints with `every_n_layers`, or none for 0."""
+def checkpointed_layers(config: PreTrainedConfig, every_n_layers: int, head: bool = False) -> list[bool]:
+    """Return which layers Transformers checkpoints with `every_n_layers`, or none for 0, and that of a `head` last."""
     # It counts the layers of the whole model, and those of a vision tower come first.
     first = getattr(getattr(config, "vision_config", None), "depth", 0)
-    numbers = range(first, first + len(sizes_of(config).layers))
+    numbers = range(first, first + len(sizes_of(config).layers) + head)
     return [every_n_layers > 0 and number % every_n_layers == 0 for number in numbers]
 
 
@@ -217,6 +303,13 @@ def on_gpu(lora: Lora) -> int:
     Transformers then lets embeddings require a gradient, for which autograd keeps them.
     """
     return 3 if lora.rank else 2
+
+
+def _add_head(model: Any) -> int:
+    """Add a head of multi-token prediction to a model on the meta device, and count its parameters."""
+    with torch.device("meta"):
+        model.mtp = MtpHead(model)
+    return _count(model.mtp)
 
 
 def _count(module: torch.nn.Module) -> int:
