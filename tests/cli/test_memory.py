@@ -30,6 +30,8 @@ class MemoryCommandTest(unittest.TestCase):
             ([], {"weights": "float32"}),
             (["--weights", "bfloat16"], {}),
             (["--lora"], {"lora_rank": 16}),
+            (["--lora", "--mtp", "--keep-attention"], {"lora_rank": 16, "mtp": True, "keep_attention": True}),
+            (["--mtp-only"], {"weights": "float32", "mtp_only": True}),
             (["--lora", "--lora-rank", 8], {"lora_rank": 8}),
             (["--optim", "flash_adamw_release"], {"optimizer": "flash_adamw_release"}),
             (["--optim", "muon"], {"optimizer": "muon", "weights": "float32"}),

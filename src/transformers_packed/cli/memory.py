@@ -6,6 +6,7 @@ exchange.
     transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 8 --gpu-memory 80 --row-length 1048576
     transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 1 --gpu-memory 80 --row-length 16384 --optim flash_adamw_release
     transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 80 --row-length 16384 --lora --load-in-4bit
+    transformers-packed memory --model Qwen/Qwen3.5-4B --gpus 1 --gpu-memory 80 --row-length 65536 --lora --mtp --keep-attention
 """
 
 import argparse
@@ -25,6 +26,11 @@ def add_options(parser: Parser) -> None:
     weights = "dtype of weights, gradients and moments; with --lora of frozen weights"
     shared("--weights", default=None, help=f"{weights} (default: as in `train`)")
     parser.add_lora("train LoRA adapters on all linear layers")
+    head = parser.add_mutually_exclusive_group()
+    head.add_argument("--mtp", action="store_true", help="also train the head of multi-token prediction")
+    shared("--mtp-only", to=head)
+    kept = "do not recompute attention with gradient checkpointing"
+    add("--keep-attention", action="store_true", help=kept)
     shared("--gradient-accumulation-steps", "--optim", "--trust-remote-code")
 
 
@@ -37,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
 
     config = load_config("--model", args.model, args.trust_remote_code)
     rank = args.lora_rank if args.lora else 0
-    if (stored := stored_as(config)) and not rank:
+    if (stored := stored_as(config)) and not rank and not args.mtp_only:
         expected, got = "a checkpoint in 16 or 32 bit", f"one in {stored.title}"
         raise input_error(expected, got, "Add --lora: its weights stay as they are.", option="--model")
     plan = plan_sequence_parallel(
@@ -52,5 +58,8 @@ def run(args: argparse.Namespace) -> None:
         optimizer=args.optim,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         expert_parallel=args.expert_parallel,
+        mtp=args.mtp,
+        mtp_only=args.mtp_only,
+        keep_attention=args.keep_attention,
     )
     print(plan.summary())

@@ -73,7 +73,8 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
         given = {action.dest: getattr(namespace, action.dest, None) for action in self._actions}
         for flag, (other, why) in _NEEDS.items():
-            if given.get(_dest(flag)) and not given[_dest(other)]:
+            # `memory` computes with and without gradient checkpointing.
+            if given.get(_dest(flag)) and not given.get(_dest(other), True):
                 self.error(f"{flag} needs {other}: {why}")
         if "lora_rank" in given:
             namespace.lora_rank = namespace.lora_rank or _LORA_RANK

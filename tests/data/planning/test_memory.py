@@ -345,6 +345,34 @@ class PlanTest(unittest.TestCase):
                 self.assertEqual(checkpointed_layers(config, every, head=True), found, every)
                 self.assertEqual(checkpointed_layers(config, every), found[:-1], every)
 
+    def test_attention_that_is_kept(self):
+        """Outputs in bfloat16, and a sum per token and head. The backward of a layer has its own in any case."""
+        config = Qwen3_5TextConfig(**SIZES["4B"])
+        usual, kept = (
+            plan_sequence_parallel(config, 2**15, 1, 80, lora_rank=16, mtp=True, keep_attention=x) for x in (0, 1)
+        )
+        output = 2**15 * (2 * 4096 + 4 * 16)
+        self.assertEqual(usual.options[1][0], kept.options[1][0])
+        for less, more in zip(usual.options[1][1:], kept.options[1][1:], strict=True):
+            # The head is the ninth layer with attention.
+            self.assertEqual(more.saved - less.saved, 9 * output)
+            self.assertAlmostEqual((more.total - less.total) / output, 9, delta=1)
+        self.assertIn("every_n_layers=2, keep_attention=True", kept.summary())
+        self.assertNotIn("keep_attention", usual.summary())
+
+    def test_a_head(self):
+        """Alone, it saves nothing of other layers. Beside them, the product of both losses has twice as many tokens."""
+        config = Qwen3_5TextConfig(**SIZES["4B"])
+        plans = [plan_sequence_parallel(config, 2**14, 1, 200, **x) for x in ({}, {"mtp": True}, {"mtp_only": True})]
+        without, both, alone = (plan.options[1][0] for plan in plans)
+        self.assertEqual(both.weights, alone.weights)
+        self.assertEqual(alone.gradients, both.gradients - without.gradients)
+        given = 2 * 2**14 * config.hidden_size
+        self.assertEqual(both.saved - without.saved, alone.saved - given)
+        self.assertGreater(both.total - without.total, both.weights - without.weights + alone.saved)
+        self.assertIn("4.21 B parameters and 121 M in a head of multi-token prediction, rows", plans[1].summary())
+        self.assertIn("121 M in a head of multi-token prediction, trained alone, rows", plans[2].summary())
+
     @parameterized.expand(
         [("rows", {"gradient_accumulation_steps": 2}), ("DDP", {"lora_rank": 16, "load_in_4bit": True})]
     )
@@ -474,6 +502,13 @@ class PlanTest(unittest.TestCase):
             ("not at all", SPREAD | {"expert_parallel": 0}, "that divides 8 GPUs and 256 experts, got 0"),
             ("in 4 bit", SPREAD | {"lora_rank": 8, "load_in_4bit": True}, "got 2 with load_in_4bit. Leave"),
             ("adapters", SPREAD | {"lora_rank": 8, "lora_experts": True}, "got 2 with lora_experts. Leave"),
+            ("head", SPREAD | {"mtp": True}, "got 2 with a head of multi-token prediction. Leave"),
+            ("adapters alone", {"lora_rank": 8, "mtp_only": True}, "lora_rank=0 with mtp_only, got 8. Adapters would"),
+            (
+                "two",
+                {"config": Qwen3_5TextConfig(mtp_num_hidden_layers=2), "mtp": True},
+                "mtp_num_hidden_layers=1, .*, got 2",
+            ),
             ("8 bit", SPREAD | {"optimizer": "adamw_torch_8bit"}, "got 2 with optimizer=adamw_torch_8bit. Leave"),
         ]
     )

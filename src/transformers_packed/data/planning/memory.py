@@ -14,6 +14,7 @@ from ...errors import Rule, count, first_error, input_error
 from ...models.checkpoint_kinds import stored_as
 from ...models.families import sizes_of
 from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, Lora, way_of_attention
+from ...models.mtp_head import check_declared
 from ...models.optimizers import DEFAULT, OPTIMIZERS, check_optimizer
 from ...models.sizes import Sizes
 from ...ops.moe import MAX_RANK
@@ -81,6 +82,8 @@ class SequenceParallelPlan:
             The number of GPUs over which experts are spread.
         weights (`str`):
             The dtype of the weights, as in [`plan_sequence_parallel`].
+        keep_attention (`bool`):
+            Whether gradient checkpointing keeps the outputs of attention.
     """
 
     config: PreTrainedConfig
@@ -96,6 +99,7 @@ class SequenceParallelPlan:
     optimizer: str = DEFAULT
     expert_parallel: int = 1
     weights: str = "bfloat16"
+    keep_attention: bool = False
 
     @property
     def size(self) -> int:
@@ -110,9 +114,13 @@ class SequenceParallelPlan:
         if every is None:
             return f"P = {size}"
         # Buffers are up to a sixteenth larger than a checkpoint.
-        chosen = checkpointed_layers(self.config, every)
+        chosen = checkpointed_layers(self.config, every, self.parameters.head > 0)
+        chosen = chosen[-1:] if self.lora.mtp_only else chosen
         host = self.options[size][way].host * sum(chosen) / len(chosen) * 17 / 16
-        return f"P = {size}, every_n_layers={every}" + (f", {_gib(host)} GiB of host memory per GPU" if host else "")
+        kept = ", keep_attention=True" if self.keep_attention else ""
+        return f"P = {size}, every_n_layers={every}{kept}" + (
+            f", {_gib(host)} GiB of host memory per GPU" if host else ""
+        )
 
     def summary(self) -> str:
         """The plan as text."""
@@ -127,7 +135,7 @@ class SequenceParallelPlan:
             gathered = [f"FSDP2 gathers per GPU: {_gib(need.gathered)} GiB of weights and gradients at a time"]
             transfers = (
                 f"FSDP2 transfers per GPU: {_mib(HALF * moved)} MiB of weights in forward, the "
-                f"same in backward, and {_mib(HALF * (trained * share if self.lora.rank else moved))} MiB of gradients"
+                f"same in backward, and {_mib(HALF * (trained * share if self.lora.freezes else moved))} MiB of gradients"
             )
         else:
             where, gathered = "Not sharded, on each GPU", []
@@ -137,8 +145,7 @@ class SequenceParallelPlan:
             f" ({self.parameters.quantized / 1e9:.2f} B in {stored.title})" if stored not in (None, NF4) else ""
         )
         lines = [
-            f"{self.config.model_type} with {self.parameters.total / 1e9:.2f} B parameters{quantized}"
-            f"{_adapters(self.parameters, self.lora)}, rows of {self.max_length:,} tokens, {count(self.gpus, 'GPU')} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
+            f"{self.config.model_type} with {_counts(self.parameters, self.lora, quantized)}, rows of {self.max_length:,} tokens, {count(self.gpus, 'GPU')} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
             f"{where}: weights {_gib(need.weights)} GiB ({self.weights}), gradients {_gib(need.gradients)} GiB, {states} "
             f"{_gib(need.moments)} GiB",
             *gathered,
@@ -189,6 +196,9 @@ def plan_sequence_parallel(
     optimizer: str = DEFAULT,
     gradient_accumulation_steps: int = 1,
     expert_parallel: int = 1,
+    mtp: bool = False,
+    mtp_only: bool = False,
+    keep_attention: bool = False,
     gated_delta_rule: DeltaRuleMethod = "state",
     attention: AttentionMethod | None = None,
 ) -> SequenceParallelPlan:
@@ -223,6 +233,12 @@ def plan_sequence_parallel(
         expert_parallel (`int`, *optional*, defaults to 1):
             The number of GPUs over which Transformers' `DistributedConfig(ep_size=...)` spreads the experts of a mixture.
             Each GPU is assumed to get as many tokens.
+        mtp (`bool`, *optional*, defaults to `False`):
+            Train the head of multi-token prediction too.
+        mtp_only (`bool`, *optional*, defaults to `False`):
+            Train it alone. The rest is frozen and runs without gradients.
+        keep_attention (`bool`, *optional*, defaults to `False`):
+            Let gradient checkpointing keep the outputs of softmax attention.
         gated_delta_rule (`str`, *optional*):
             As in [`SequenceParallel`].
         attention (`str`, *optional*):
@@ -246,7 +262,7 @@ def plan_sequence_parallel(
     ```
     """
     rows, stored = gradient_accumulation_steps, NF4 if load_in_4bit else stored_as(config)
-    lora = Lora(lora_rank, lora_experts, stored)
+    lora, mtp = Lora(lora_rank, lora_experts, stored, mtp_only), mtp or mtp_only
     sizes = sizes_of(config, "Train this model without sequence parallelism.")
     positive = {"max_length": max_length, "gpus": gpus, "memory": memory, "gradient_accumulation_steps": rows}
     rules = (
@@ -257,18 +273,21 @@ def plan_sequence_parallel(
     if (error := first_error(rules)) is not None:
         raise error
     adamw = check_optimizer(optimizer, "float32" if lora.rank else weights, rows, adapters=lora.rank > 0)
+    if mtp:
+        check_declared(config, True)
     if expert_parallel != 1:
-        _check_spread(expert_parallel, gpus, sizes, config.model_type, lora, optimizer)
+        _check_spread(expert_parallel, gpus, sizes, config.model_type, lora, optimizer, mtp)
     # Each part must cover the receptive field of the convolution.
     most = max(1, max_length // max(1, sizes.delta_rule.window - 1))
     divisors = [size for size in range(1, min(gpus, most) + 1) if gpus % size == 0]
     fitting, unfit = _that_fit_heads(divisors, sizes, gated_delta_rule, attention)
-    parameters = Parameters.of(config)
+    parameters = Parameters.of(config, mtp)
 
     def need(size: int, every_n_layers: int, offload: bool) -> StepMemory:
         given = sizes, parameters, max_length, size, gpus, _WIDTHS[weights]
-        checkpointed = checkpointed_layers(config, every_n_layers)
-        return step_memory(*given, checkpointed, offload, attention, lora, adamw, rows, expert_parallel)
+        checkpointed = checkpointed_layers(config, every_n_layers, mtp)
+        options = offload, attention, lora, adamw, rows, expert_parallel, keep_attention
+        return step_memory(*given, checkpointed, *options)
 
     def fewest(size: int | None, offload: bool) -> int | None:
         """Return `every_n_layers` with the fewest checkpointed layers that fit."""
@@ -280,7 +299,7 @@ def plan_sequence_parallel(
     every = (None, fewest(needed[1], False), fewest(needed[2], True))
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
     found = config, parameters, max_length, gpus, memory, options, needed, every, methods, lora, optimizer
-    plan = SequenceParallelPlan(*found, expert_parallel, weights)
+    plan = SequenceParallelPlan(*found, expert_parallel, weights, keep_attention)
     if not any(needed):
         raise _nothing_fits(plan, unfit)
     return plan
@@ -291,17 +310,20 @@ def _of_adapters(config: PreTrainedConfig, sizes: Sizes, lora: Lora, load_in_4bi
     full, found = "Full fine-tuning trains all weights as they are.", stored_as(config)
     title = found.title if found else ""
     yield lora.rank < 0, "lora_rank of at least 0", lora.rank, ""
+    yield lora.rank and lora.mtp_only, "lora_rank=0 with mtp_only", lora.rank, "Adapters would not be trained."
     yield lora.experts and not lora.rank, "lora_rank with lora_experts", lora.rank, full
     yield load_in_4bit and not lora.rank, "lora_rank with load_in_4bit", lora.rank, full
     yield load_in_4bit and found, "a checkpoint in 16 or 32 bits with load_in_4bit", f"one in {title}", "Leave it out."
-    yield found and not lora.rank, f"lora_rank with a checkpoint in {title}", lora.rank, "Its weights are frozen."
+    yield found and not lora.freezes, f"lora_rank with a checkpoint in {title}", lora.rank, "Its weights are frozen."
     expected, fix = "a mixture of experts, with lora_experts", "Leave lora_experts out."
     yield lora.experts and not sizes.mixtures, expected, config.model_type, fix
     expected = f"lora_rank of at most {MAX_RANK} with lora_experts"
     yield lora.experts and lora.rank > MAX_RANK, expected, lora.rank, "Lower it."
 
 
-def _check_spread(expert_parallel: int, gpus: int, sizes: Sizes, model: str, lora: Lora, optimizer: str) -> None:
+def _check_spread(
+    expert_parallel: int, gpus: int, sizes: Sizes, model: str, lora: Lora, optimizer: str, mtp: bool
+) -> None:
     """Raise the error of experts that cannot be spread over so many GPUs."""
     number = sizes.mixtures[0].number if sizes.mixtures else 0
     uneven = expert_parallel < 1 or gpus % expert_parallel or number % expert_parallel
@@ -309,6 +331,8 @@ def _check_spread(expert_parallel: int, gpus: int, sizes: Sizes, model: str, lor
         "lora_experts": lora.experts,
         "load_in_4bit": lora.stored == NF4,
         f"weights in {lora.stored and lora.stored.title}": lora.stored,
+        # Its experts would stay whole.
+        "a head of multi-token prediction": mtp,
     }
     reasons[f"optimizer={optimizer}"] = not OPTIMIZERS[optimizer].shards
     whole = next((name for name, is_whole in reasons.items() if is_whole), "")
@@ -345,7 +369,7 @@ def _nothing_fits(plan: SequenceParallelPlan, unfit: ValueError | None) -> Value
     sharded = least.weights + least.gradients + least.moments
     return input_error(
         f"at least {_rounded_up(least.total / FILLED)} GiB per GPU for rows of {plan.max_length:,} tokens and "
-        f"{parameters.total / 1e9:.2f} B parameters{_adapters(parameters, plan.lora)} on {count(plan.gpus, 'GPU')} "
+        f"{_counts(parameters, plan.lora)} on {count(plan.gpus, 'GPU')} "
         f"({_gib(sharded)} for weights, gradients "
         f"and {'AdamW' if plan.optimizer == DEFAULT else plan.optimizer}, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
         f"{plan.memory:g}",
@@ -353,8 +377,13 @@ def _nothing_fits(plan: SequenceParallelPlan, unfit: ValueError | None) -> Value
     )
 
 
-def _adapters(parameters: Parameters, lora: Lora) -> str:
-    return f" and {parameters.trained(lora) / 1e6:,.0f} M in adapters" if lora.rank else ""
+def _counts(parameters: Parameters, lora: Lora, quantized: str = "") -> str:
+    """The parameters of the model, in adapters and in a head of multi-token prediction, in words."""
+    head, adapters = parameters.head, parameters.trained(lora) - parameters.head
+    text = f"{(parameters.total - head) / 1e9:.2f} B parameters{quantized}"
+    text += f" and {adapters / 1e6:,.0f} M in adapters" if lora.rank else ""
+    alone = ", trained alone" if lora.mtp_only else ""
+    return text + (f" and {head / 1e6:,.0f} M in a head of multi-token prediction{alone}" if head else "")
 
 
 def exchanges(
