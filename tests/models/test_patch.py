@@ -59,7 +59,7 @@ class PatchTest(PatchTestCase):
             self.assertEqual(patched[same], untouched[same])
         self.check_packed_is_alone(model, expected, 4e-6 if family == "qwen3_5" else 1e-4)
         for got, want in zip(outputs(), before, strict=True):
-            self.assertLess(relative_error(got, want), 2e-4)
+            self.assertLess(relative_error(got, want), 3e-4)
         self.assertIs(patch_model(model), model)
         self.assertEqual(snapshot(model)["classes"], patched["classes"])
 
