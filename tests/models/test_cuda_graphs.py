@@ -111,6 +111,12 @@ def checkpoint_graphed(model, number):
         enable_checkpointing(model, 1)
 
 
+def replace_parameters(model, number):
+    """The same memory in other parameters."""
+    if number:
+        model.load_state_dict(model.state_dict(), assign=True)
+
+
 # Changes of both models, and how many values each has, one after the other.
 CHANGES = {
     "frozen_parameters": (freeze, 2),
@@ -118,6 +124,7 @@ CHANGES = {
     "shared_parameters": (share, 2),
     "mode": (lambda model, number: change_mode(model, number == 0), 2),
     "moved_parameters": (move, 2),
+    "replaced_parameters": (replace_parameters, 2),
     "settings": (set_scale, 3),
     "buffers": (
         lambda model, number: model.model.layers[1].mlp.register_buffer("adapter", torch.full((3,), number)),
@@ -432,6 +439,16 @@ class AttentionOutsideTest(RecordedTest):
         self.assert_same_step(graphed, plain, row_of([20, 30]))
         # Nothing before the third layer is trained, so the first run of layers has no backward.
         self.assertEqual((RunsAgain.made, RunsAgain.replayed), (4 + 3, 4 + 3))
+
+    def test_an_input_without_a_gradient(self):
+        """A trained parameter outside that does not reach the output."""
+        graphed, plain = self.models()
+        for model in (graphed, plain):
+            model.requires_grad_(False)
+            model.model.layers[1].unused = torch.nn.Parameter(torch.zeros(1))
+            model.model.layers[2].mlp.up_proj.requires_grad_(True)
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        self.assertEqual(RunsAgain.replayed, 3)
 
     def test_each_backward_runs_once(self):
         graphed, plain = self.models()

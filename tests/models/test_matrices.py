@@ -63,6 +63,15 @@ class HiddenMatricesTest(unittest.TestCase):
             set(found), {"base_model.model.model.layers.1.self_attn.o_proj.modules_to_save.default.weight"}
         )
 
+    def test_wrapped_weights_are_cut_too(self):
+        names = ("in_proj_qkv", "q_proj")
+        for options in ({"target_modules": ["o_proj"], "modules_to_save": [*names]}, {"target_modules": [*names]}):
+            model = get_peft_model(tiny_model("qwen3_5"), LoraConfig(r=2, **options)).requires_grad_(True)
+            found, expected = hidden_matrices(model), hidden_matrices(tiny_model("qwen3_5"))
+            for name in names:
+                wrapped = {cuts for path, cuts in found.items() if f".{name}." in path and "original" not in path}
+                self.assertEqual(wrapped, {cuts for path, cuts in expected.items() if f".{name}." in path})
+
     def test_a_flattened_weight(self):
         model = tiny_model("qwen3_5")
         projection = model.model.layers[1].mlp.up_proj

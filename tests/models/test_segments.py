@@ -248,6 +248,14 @@ class SegmentsTest(unittest.TestCase):
         self.assertEqual(cut.call_count, model.config.num_hidden_layers)
         self.assertLess(relative_error(actual.logits, expected.logits), 1e-12)
 
+    def test_batch_of_short_documents_without_padding(self):
+        """Together they are longer than a segment."""
+        tokens = torch.stack(make_documents((60, 60, 60, 60)))
+        model = patch_model(builtin_model("qwen3_5")).double()
+        with mock.patch.object(segments, "_segments_of", wraps=segments._segments_of) as cut:
+            self.check(model, {"input_ids": tokens, "labels": tokens}, 1e-12)
+        self.assertEqual(cut.call_count, model.config.num_hidden_layers)
+
     def test_hidden_states_and_hooks_of_layers_are_those_of_rows(self):
         model, lengths = patch_model(builtin_model("qwen3_5")).double(), []
         for layer in model.model.layers:

@@ -58,7 +58,7 @@ class Gpu:
     def __init__(self, **options):
         self.plain, self.graphed, self.without, self.with_graphs = (80, 81), (1, 30), (6, 3), (8, 1)
         self.total = self.free = 80
-        self.text = self.short = None
+        self.text = self.short = self.split = None
         self.repeats, self.rows = [], []
         vars(self).update(options)
 
@@ -67,7 +67,9 @@ class Gpu:
         self.repeats.append(repeats)
         if self.short and run in self.rows:
             return self.short
-        return self.graphed if records_graphs(self.text) else self.plain
+        if not records_graphs(self.text):
+            return self.plain
+        return self.graphed if self.text.layer_graphs.attention else self.split or self.graphed
 
     def memory(self, run):
         run()
@@ -156,6 +158,13 @@ class ChoiceTest(GivenGpuTest):
                 True,
                 f"a row takes 50 ms {SPLIT}; without, the GPU takes 81 ms and the host about 96 ms",
                 2,
+            ),
+            (
+                "slower by attention outside",
+                {"graphed": (1, 70), "split": (1, 80)},
+                True,
+                f"a row takes 70 ms with graphs; {WITHOUT}; the graphs",
+                6,
             ),
             # A step takes the host half more than a row alone.
             ("bound by the host", {"graphed": (1, 100)}, True, f"a row takes 100 ms {SPLIT}; {WITHOUT}", 4),

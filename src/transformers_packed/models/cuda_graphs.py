@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, groupby
+from operator import is_
 from typing import Any
 
 import torch
@@ -229,6 +230,7 @@ class LayerGraphs:
         self._graphs: dict[tuple, tuple[RecordedRow, list[_Part]]] = {}
         self._parameters: list[torch.nn.Parameter] = []
         self._made_for: list = []
+        self._parts: list[torch.nn.Module | torch.nn.Parameter] = []
         self._settings: list[tuple[dict, str, Any]] = []
         self._place: tuple | None = None
         self._last: Callable[[], Use | None] = lambda: None
@@ -256,15 +258,23 @@ class LayerGraphs:
         ]
         made_for += _places(parameters)
         made_for += [x.data_ptr() for x in buffers]
+        # Recordings return gradients to these parameters, and modules outside of them run themselves. The list of layers
+        # is a new one in each forward.
+        parts = [*modules[1:], *parameters]
+        same = len(parts) == len(self._parts) and all(map(is_, parts, self._parts))
         # Layers may share parameters.
         self._parameters = list(dict.fromkeys(x for x in parameters if x.requires_grad))
-        if made_for == self._made_for and all(where.get(name) == value for where, name, value in self._settings):
+        if (
+            same
+            and made_for == self._made_for
+            and all(where.get(name) == value for where, name, value in self._settings)
+        ):
             return
         if self._graphs:
             logger.warning_once(
                 f"{_CALL}: recording the graphs again because parameters, modes or settings of the layers have changed."
             )
-        self._graphs, self._place, self._made_for = {}, None, made_for
+        self._graphs, self._place, self._made_for, self._parts = {}, None, made_for, parts
         self._settings = list(_settings(modules))
 
     def run(

@@ -4,6 +4,7 @@ DeepSeek-V4 and MaxText train routers by Muon too, and embeddings, heads, norms 
 Megatron-LM and XTuner orthogonalize the projections in a fused weight separately.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from .lora import FACTORS
 # How the rows of a weight are cut: how often the parts repeat, and the rows of each part in a repetition.
 Cuts = tuple[int, tuple[int, ...]]
 _WHOLE: Cuts = (1, ())
+# What PEFT adds to the path of a layer that it wraps.
+_WRAPPED = re.compile(r"\.(base_layer|modules_to_save\.[^.]+)$")
 
 
 def _of_heads(layer: Any) -> Cuts:
@@ -90,8 +93,8 @@ def hidden_matrices(model: torch.nn.Module) -> dict[str, Cuts]:
 
 
 def _cuts(modules: Mapping[str, torch.nn.Module], path: str, last: str) -> Cuts:
-    """How a weight is cut, by its module or the layer around it."""
-    above, _, child = path.rpartition(".")
+    """How a weight is cut, by its module or the layer around it, where PEFT's wrappers are no modules."""
+    above, _, child = _WRAPPED.sub("", path).rpartition(".")
     for layer, name in ((modules[path], last), (modules[above], f"{child}.{last}")):
         for (weight, attribute), cuts in _CUTS.items():
             if name == weight and hasattr(layer, attribute):

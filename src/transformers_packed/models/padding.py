@@ -11,6 +11,7 @@ conversation, form a row with shared prompts ([`SharedPrompts`]). Hidden states 
 its documents. Dropout then draws one mask for a shared token.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -219,7 +220,7 @@ def padded_batch(model: Any, inputs: dict[str, Any], boundaries: SequenceBoundar
 
 def _packs_all(model: Any, tokens: torch.Tensor | None) -> bool:
     """Whether batches without padding are packed too: other kernels would compute them, or layers cut packed rows only."""
-    return tokens is not None and (is_batch_invariant() or cuts_rows(model, tokens.shape[1]))
+    return tokens is not None and (is_batch_invariant() or cuts_rows(model, math.prod(tokens.shape[:2])))
 
 
 def _note_restarts(position_ids: torch.Tensor | None, real: torch.Tensor) -> None:

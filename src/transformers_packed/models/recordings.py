@@ -85,6 +85,10 @@ class RecordedLayers:
     def trained(self) -> bool:
         return bool(self._wanted)
 
+    @property
+    def has_trained_input(self) -> bool:
+        return self._input.requires_grad
+
     def record_forward(self, place: tuple) -> None:
         with self._as_recorded():
             self._forward = _Recording(self._compute, place)
@@ -225,7 +229,7 @@ class _Replay(torch.autograd.Function):
             )
         gradients = ctx.graph.backward(d_output)
         ctx.use.left.remove(ctx.graph)
-        if not ctx.needs_input_grad[2]:
+        if not ctx.graph.has_trained_input:
             return None, None, None, *gradients
         d_hidden_states, *others = gradients
         return None, None, d_hidden_states[:, : ctx.length], *others
