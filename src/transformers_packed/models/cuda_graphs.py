@@ -230,7 +230,7 @@ class LayerGraphs:
         self._graphs: dict[tuple, tuple[RecordedRow, list[_Part]]] = {}
         self._parameters: list[torch.nn.Parameter] = []
         self._made_for: list = []
-        self._parts: list[torch.nn.Module | torch.nn.Parameter] = []
+        self._parts: list[object] = []
         self._settings: list[tuple[dict, str, Any]] = []
         self._place: tuple | None = None
         self._last: Callable[[], Use | None] = lambda: None
@@ -260,7 +260,7 @@ class LayerGraphs:
         made_for += [x.data_ptr() for x in buffers]
         # Recordings return gradients to these parameters, and modules outside of them run themselves. The list of layers
         # is a new one in each forward.
-        parts = [*modules[1:], *parameters]
+        parts: list[object] = [*modules[1:], *parameters]
         same = len(parts) == len(self._parts) and all(map(is_, parts, self._parts))
         # Layers may share parameters.
         self._parameters = list(dict.fromkeys(x for x in parameters if x.requires_grad))
