@@ -252,12 +252,7 @@ class LayerGraphs:
     def follow(self, modules: list[torch.nn.Module]) -> None:
         """Forget all graphs if they read old addresses, or ran the layers in their old modes and settings."""
         parameters = [x for module in modules for x in module._parameters.values() if x is not None]
-        buffers = [x for module in modules for x in module._buffers.values() if x is not None]
-        made_for: list[Any] = [
-            (module.training, getattr(module, "gradient_checkpointing", False)) for module in modules
-        ]
-        made_for += _places(parameters)
-        made_for += [x.data_ptr() for x in buffers]
+        made_for = _state_of(modules, parameters)
         # Recordings return gradients to these parameters, and modules outside of them run themselves. The list of layers
         # is a new one in each forward.
         parts: list[object] = [*modules[1:], *parameters]
@@ -344,6 +339,13 @@ def _layers_of(text: Any) -> torch.nn.ModuleList:
 
 def _has_attention(layer: torch.nn.Module) -> bool:
     return hasattr(layer, "self_attn")
+
+
+def _state_of(modules: list[torch.nn.Module], parameters: list[torch.nn.Parameter]) -> list[Any]:
+    """Return the modes of modules, and where graphs read their parameters and buffers."""
+    buffers = [x for module in modules for x in module._buffers.values() if x is not None]
+    modes: list[Any] = [(module.training, getattr(module, "gradient_checkpointing", False)) for module in modules]
+    return modes + _places(parameters) + [x.data_ptr() for x in buffers]
 
 
 def _places(parameters: Iterable[torch.Tensor]) -> list[tuple[int, torch.dtype, bool]]:
