@@ -256,14 +256,10 @@ class LayerGraphs:
         # Recordings return gradients to these parameters, and modules outside of them run themselves. The list of layers
         # is a new one in each forward.
         parts: list[object] = [*modules[1:], *parameters]
-        same = len(parts) == len(self._parts) and all(map(is_, parts, self._parts))
+        same = made_for == self._made_for and len(parts) == len(self._parts) and all(map(is_, parts, self._parts))
         # Layers may share parameters.
         self._parameters = list(dict.fromkeys(x for x in parameters if x.requires_grad))
-        if (
-            same
-            and made_for == self._made_for
-            and all(where.get(name) == value for where, name, value in self._settings)
-        ):
+        if same and all(where.get(name) == value for where, name, value in self._settings):
             return
         if self._graphs:
             logger.warning_once(
