@@ -15,7 +15,7 @@ _REPEATS = 5
 # A small gain is worth neither the memory of the graphs nor their limits.
 _GAIN = 1.1
 # The host's time for a step over its shortest time for a row is 1.4 to 1.7 in measured steps. Launches take longer while
-# the GPU computes and the host collects garbage. The rest is clipping, the optimizer and the data.
+# the GPU computes. The rest is clipping, the optimizer and the data.
 _LAUNCHES, _REST = 1.25, 0.2
 # How many times faster than the GPU the host has to launch layers outside of graphs.
 _IN_TIME = 2
