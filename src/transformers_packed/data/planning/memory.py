@@ -257,7 +257,7 @@ def plan_sequence_parallel(
     >>> from transformers_packed.data.planning.memory import plan_sequence_parallel
     >>> plan = plan_sequence_parallel(Qwen3_5TextConfig(), 262144, gpus=16, memory=80)
     >>> plan.needed
-    (None, 4, 2)
+    (None, 2, 1)
 
     ```
     """
