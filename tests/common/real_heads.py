@@ -47,6 +47,22 @@ FAMILIES = {
     "qwen3_5_moe": (qwen3_5_moe.Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, EXPERTS),
 }
 
+# Sizes of a model of 4B parameters, for some of its layers.
+SIZES_OF_4B = {
+    "vocab_size": 97,
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+
 
 def model_on_gpu(
     family: str = "qwen3_5", dtype=torch.bfloat16, all_experts: bool = False, **options

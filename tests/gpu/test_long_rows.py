@@ -5,6 +5,7 @@ import unittest
 
 import torch
 from common.gpu import needs_gpu, report
+from common.real_heads import SIZES_OF_4B
 from mixins.model import gradients, packed_batch, relative_error, total_relative_error
 from parameterized import parameterized
 from transformers import Qwen3_5TextConfig, set_seed
@@ -13,23 +14,7 @@ from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausal
 from transformers_packed.ops import implementations_used
 
 
-# Sizes of a model of 4B parameters.
-CONFIG = {
-    "vocab_size": 97,
-    "hidden_size": 2560,
-    "intermediate_size": 9216,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "pad_token_id": 0,
-    "use_cache": False,
-}
+CONFIG = SIZES_OF_4B | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 # Queries and their gate have 8,192 numbers per token, gate and up of the MLP 18,432.
 TOKENS, LAST = 280_000, 1000
 

@@ -197,6 +197,14 @@ class RecordedTest(unittest.TestCase):
         self.assertEqual(set(found), set(expected))
         self.assertLess(total_relative_error(found, expected), 1e-6)
 
+    def assert_backward_runs_once(self, graphed):
+        row = row_of([20, 30])
+        del row["labels"]
+        output = graphed.model(**row).last_hidden_state.sum()
+        output.backward(retain_graph=True)
+        with self.assertRaisesRegex(RuntimeError, "backward has already run for this forward"):
+            output.backward()
+
 
 class CudaGraphsTest(RecordedTest):
     @parameterized.expand(["qwen3_5", "qwen3_5_moe"])
@@ -368,13 +376,7 @@ class CudaGraphsTest(RecordedTest):
         self.assertEqual(RunsAgain.replayed, 5)
 
     def test_backward_twice_is_an_error(self):
-        graphed, _ = models_of()
-        row = row_of([20, 30])
-        del row["labels"]
-        output = graphed.model(**row).last_hidden_state.sum()
-        output.backward(retain_graph=True)
-        with self.assertRaisesRegex(RuntimeError, "backward has already run for this forward"):
-            output.backward()
+        self.assert_backward_runs_once(models_of()[0])
 
     def test_copies_make_graphs_of_their_own(self):
         graphed, plain = models_of()
@@ -460,11 +462,7 @@ class AttentionOutsideTest(RecordedTest):
         loss.backward()
         plain(**first).loss.backward()
         self.assertLess(total_relative_error(trained(graphed), trained(plain)), 1e-6)
-        del first["labels"]
-        output = graphed.model(**first).last_hidden_state.sum()
-        output.backward(retain_graph=True)
-        with self.assertRaisesRegex(RuntimeError, "backward has already run for this forward"):
-            output.backward()
+        self.assert_backward_runs_once(graphed)
 
     def test_copies(self):
         graphed, _ = self.models()

@@ -201,20 +201,18 @@ class _AllLayers(torch.nn.Module):
         layers = _layers_of(text)
         vars(self).update(graphs=graphs, text=text, layers=layers, boundaries=boundaries)
 
-    def forward(self, hidden_states: torch.Tensor, *, position_embeddings, **options: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         # Walking through the modules takes the host a millisecond.
         modules = list(self.layers.modules())
         reasons = self.graphs.reasons_against(hidden_states, self.boundaries)
         reason = _first(chain(reasons, _reasons_of_layers(self.layers, modules, hidden_states)))
         if not reason:
             self.graphs.follow(modules)
-            options["position_embeddings"] = position_embeddings
-            return self.graphs.run(
-                self.layers, attention_of(self.text.config), hidden_states, self.boundaries, options
-            )
+            attention = attention_of(self.text.config)
+            return self.graphs.run(self.layers, attention, hidden_states, self.boundaries, options)
         _warn(reason)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, position_embeddings=position_embeddings, **options)
+            hidden_states = layer(hidden_states, **options)
         return hidden_states
 
 
