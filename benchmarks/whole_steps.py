@@ -23,6 +23,7 @@ import os
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,7 +36,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_
 
 from transformers_packed import GradientReleaseCallback, PackedTrainer, PackedTrainingArguments
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
+from transformers_packed.models.releases import checkpoint_of
 from transformers_packed.models.versions import checkpointing_argument
+from transformers_packed.ops.offload import HostCheckpoints
 from transformers_packed.training.optimizers import arguments_for, class_and_kwargs
 from transformers_packed.training.run_ahead import RunAheadCallback
 
@@ -165,12 +168,23 @@ def summary(trace) -> dict:
     }
 
 
+def bytes_on_host(model: torch.nn.Module) -> int:
+    """Return the bytes of pinned memory for checkpoints."""
+    wrappers = [checkpoint_of(module) for module in model.modules()]
+    while any(isinstance(x, partial) for x in wrappers):
+        found = {x.func for x in wrappers if isinstance(x, partial) and isinstance(x.func, HostCheckpoints)}
+        if found:
+            return sum(copies.bytes for copies in found)
+        wrappers = [x.args[0] for x in wrappers if isinstance(x, partial) and x.args]
+    return 0
+
+
 def measure(args, config: dict) -> dict:
     set_seed(0)
     checkpointing, optimizer = checkpointing_argument(), OPTIMIZERS.get(args.optim)
     options = {checkpointing: args.checkpointing}
-    if args.offload:
-        options[f"{checkpointing}_kwargs"] = {"use_reentrant": False, "offload": True}
+    if args.offload is not None:
+        options[f"{checkpointing}_kwargs"] = {"use_reentrant": False, "offload": args.offload}
     options |= {"optim": args.optim} if optimizer is None else arguments_for(args.optim)
     # FSDP2 would copy them to float32 for mixed precision.
     kept = optimizer is not None and args.weights == optimizer.weights == "bfloat16" and not args.lora
@@ -244,6 +258,9 @@ def measure(args, config: dict) -> dict:
         "first_step_seconds": round(clock.times[1] - clock.begin, 2),
         "losses": clock.losses,
     }
+    if args.checkpointing:
+        host = bytes_on_host(model)
+        found |= {"offload": host > 0, "host_GiB": round(host / 2**30, 2)}
     if clock.trace is not None:
         found["profile"] = {"tokens": clock.tokens[clock.last], **summary(clock.trace)}
         if clock.addresses:
@@ -261,7 +278,8 @@ def main() -> int:
     optim = f"{', '.join(OPTIMIZERS)}, or another one of TrainingArguments"
     parser.add_argument("--optim", default=DEFAULT, metavar="NAME", help=optim)
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--offload", action="store_true", help="keep the inputs of checkpointed layers in host memory")
+    offload = "keep the inputs of checkpointed layers in host memory (default: PackedTrainer decides)"
+    parser.add_argument("--offload", action=argparse.BooleanOptionalAction, help=offload)
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers and experts")
     parser.add_argument("--linear", action="store_true", help="with --lora, none on experts")
     parser.add_argument("--float8", action="store_true")
@@ -278,8 +296,8 @@ def main() -> int:
     parser.add_argument("--scratch", default="/tmp/whole_steps", help="folder of the trainer's files")
     parser.add_argument("--output", type=Path, help="add the result to this JSON file")
     args = parser.parse_args()
-    if args.offload and not args.checkpointing:
-        parser.error("--offload needs --checkpointing")
+    if args.offload is not None and not args.checkpointing:
+        parser.error("--offload and --no-offload need --checkpointing")
     args.weights = args.weights or (OPTIMIZERS[args.optim].weights if args.optim in OPTIMIZERS else "float32")
     first = int(os.environ.get("RANK", 0)) == 0
     config = with_layers(MODELS[args.model], args.layers)

@@ -48,9 +48,10 @@ class CommandLineTest(unittest.TestCase):
         [
             ("--batch-size 2", "Pass --gradient-checkpointing or lower --batch-size."),
             ("--row-length 99 --lora", "Pass --gradient-checkpointing, pass --load-in-4bit or lower --row-length."),
+            ("--gradient-checkpointing --batch-size 8", "Lower --batch-size."),
             ("--gradient-checkpointing --offload --lora --load-in-4bit --batch-size 1", "Use a larger GPU."),
             (
-                "--gradient-checkpointing --batch-size 8 --max-length 9",
+                "--gradient-checkpointing --no-offload --batch-size 8 --max-length 9",
                 "Pass --offload, lower --batch-size or lower --max-length.",
             ),
         ]

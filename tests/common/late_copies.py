@@ -10,33 +10,52 @@ from transformers_packed.ops import offload
 
 
 class Event:
-    """The end of a copy, which runs only when a stream waits for it or for a later copy."""
+    """The end of a copy, which runs only when a stream waits for it or for a later copy, or a time in a layer."""
 
-    def __init__(self, queue: list, run):
-        self.queue, self.run = queue, run
-        queue.append(self)
+    def __init__(self, at: float, queue: list = (), run=None):
+        self.at, self.queue, self.run = at, queue, run
+        if run is not None:
+            queue.append(self)
 
     def wait(self) -> None:
         while self in self.queue:
             self.queue.pop(0).run()
 
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: "Event") -> float:
+        return later.at - self.at
+
 
 class LateCopies(offload.Copies):
-    """Copies on a CPU that take as long as they may. Until then, the target is NaN."""
+    """Copies on a CPU that take as long as they may. Until then, the target is NaN.
 
-    def __init__(self, device: torch.device):
+    For automatic copies, a layer takes 1 ms, a copy `copy_ms`, and the device has room for `has_room` bytes.
+    """
+
+    copy_ms, has_room = 0.5, 1 << 40
+
+    def __init__(self, device: torch.device, automatic: bool = False):
         with mock.patch("torch.cuda.Stream"):
-            super().__init__(device)
-        self.queue, self.copies, self.allocated = [], 0, 0
+            super().__init__(device, automatic)
+        self.queue, self.copies, self.allocated, self.time = [], 0, 0, 0.0
 
     def compute_stream(self):
         return SimpleNamespace(wait_event=Event.wait)
+
+    def now(self):
+        self.time += 1
+        return Event(self.time)
+
+    def room(self):
+        return self.has_room
 
     def start(self, target, source):
         # Arrays share the memory, and later changes do not count as changes of the tensor.
         self.copies, (to, of) = self.copies + 1, (x.detach().numpy() for x in (target, source))
         to[:] = np.nan
-        return Event(self.queue, lambda: np.copyto(to, of))
+        return Event(self.time + self.copy_ms, self.queue, lambda: np.copyto(to, of))
 
     def allocate(self, size):
         self.allocated += 1
@@ -45,5 +64,5 @@ class LateCopies(offload.Copies):
 
 def on_a_cpu(smallest: int):
     """Let tensors of at least `smallest` elements go to the host on a CPU."""
-    options = {"Copies": LateCopies, "leaves": lambda tensor: tensor.numel() >= smallest}
+    options = {"Copies": LateCopies, "leaves": lambda tensor, _: tensor.numel() >= smallest}
     return mock.patch.multiple(offload, **options)

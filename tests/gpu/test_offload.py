@@ -2,6 +2,7 @@
 
 import unittest
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint
 
 from transformers_packed.models.versions import can_select_checkpoints
+from transformers_packed.ops import offload
 from transformers_packed.ops.offload import Copies, HostCheckpoints
 
 
@@ -32,11 +34,13 @@ class OffloadTest(unittest.TestCase):
     def setUp(self):
         torch.use_deterministic_algorithms(True)
         self.addCleanup(torch.use_deterministic_algorithms, False)
+        # Inputs of layers are 4 MiB.
+        self.enterContext(mock.patch.object(offload, "_SMALLEST_UNASKED", 1 << 20))
         self.model = model_on_gpu()
         self.batch = row(*LENGTHS)
         self.enable(False)
 
-    def enable(self, on_host: bool, reentrant: bool = False, **options) -> None:
+    def enable(self, on_host: bool | str, reentrant: bool = False, **options) -> None:
         self.model.activation_checkpointing_enable({"use_reentrant": reentrant}, offload=on_host, **options)
 
     @property
@@ -50,12 +54,36 @@ class OffloadTest(unittest.TestCase):
     def assert_same(self, actual, expected):
         self.assertEqual([name for name in expected if not torch.equal(actual[name], expected[name])], [])
 
-    @parameterized.expand([(reentrant, n) for reentrant in (False, True) for n in (1, 2)])
-    def test_changes_no_bit(self, reentrant, every):
+    @parameterized.expand([(*which, n) for which in ((False, True), (True, True), (False, "auto")) for n in (1, 2)])
+    def test_changes_no_bit(self, reentrant, on_host, every):
         expected = self.gradients()
-        self.enable(True, reentrant, every_n_layers=every)
+        self.enable(on_host, reentrant, every_n_layers=every)
         for _ in range(3):
             self.assert_same(self.gradients(), expected)
+        self.assertGreaterEqual(self.copies.bytes, LAYERS // every * CHECKPOINT)
+
+    @parameterized.expand([("slow", 1), ("slow", 0), ("fast", 1)])
+    def test_automatic_copies_that_take_longer_than_layers(self, which, room):
+        expected = self.gradients()
+        self.enable("auto")
+        self.gradients()
+        if which == "slow":
+            begin = self.copies.start
+
+            def start(target, source):
+                # Some 10 ms.
+                with torch.cuda.stream(self.copies.stream):
+                    torch.cuda._sleep(20_000_000)
+                return begin(target, source)
+
+            self.copies.start = start
+        self.copies.room = lambda: room << 40
+        with mock.patch.object(offload, "_LAYERS", 3 * (LAYERS - 1)):
+            for _ in range(5):
+                self.assert_same(self.gradients(), expected)
+        stopped = which == "slow" and room > 0
+        self.assertEqual((self.copies.layers, self.copies.bytes == 0), (None, stopped))
+        report(f"automatic copies, {which}", stopped=stopped)
 
     @parameterized.expand(["copies", "computation"])
     def test_slow_streams(self, which):

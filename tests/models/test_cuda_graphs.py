@@ -9,6 +9,7 @@ from unittest import mock
 import peft
 import torch
 import torch.distributed as dist
+from common.late_copies import on_a_cpu
 from common.processes import run_processes
 from common.recordings import RunsAgain, models_of, recordings_on_a_cpu, row_of
 from mixins.model import total_relative_error
@@ -19,6 +20,7 @@ from transformers import set_seed
 
 from transformers_packed import SequenceBoundaries, use_cuda_graphs
 from transformers_packed.models import cuda_graphs, recordings
+from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops.backends import chunk_indices
 from transformers_packed.ops.invariance import set_batch_invariant
 
@@ -336,6 +338,23 @@ class CudaGraphsTest(RecordedTest):
             for layer in graphed.model.layers:
                 layer._gradient_checkpointing_func = function
             self.assertIn("offloads or selects", cuda_graphs.reason_of_layers(graphed.model, torch.device("cpu")))
+
+    @unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")
+    def test_checkpoints_that_go_to_the_host_by_themselves(self):
+        """A graph keeps them, and other rows go on as before."""
+        graphed, plain = models_of()
+        for asked in (True, "auto"):
+            graphed.activation_checkpointing_enable(offload=asked)
+            reason = cuda_graphs.reason_of_layers(graphed.model, torch.device("cpu"))
+            self.assertEqual(bool(reason), asked is True, reason)
+        with on_a_cpu(64):
+            self.assert_same_step(graphed, plain, row_of([100, 29]))
+            self.assertEqual(cuda_graphs.bytes_on_host(graphed), 4 << 16)
+            self.assertEqual(RunsAgain.replayed, 0)
+            self.assert_same_step(graphed, plain, row_of([20, 30]))
+        self.assertEqual((RunsAgain.made, RunsAgain.replayed, len(self.warnings)), (2, 2, 1))
+        graphed.activation_checkpointing_enable(offload=True)
+        self.assertEqual(cuda_graphs.bytes_on_host(graphed), 0)
 
     def test_fewer_layers(self):
         graphed, plain = models_of()

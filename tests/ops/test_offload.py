@@ -2,13 +2,16 @@
 
 import copy
 import gc
+import tempfile
 import unittest
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import torch
 from common.late_copies import LateCopies, on_a_cpu
 from mixins.model import gradients, packed_batch
+from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 
@@ -119,6 +122,101 @@ class SavedTest(unittest.TestCase):
         self.assertEqual(wrapped.func._copies, {})
 
 
+class AutomaticTest(SavedTest):
+    """The same, if nobody asked for the copies, and where they stop."""
+
+    FREE = 1 << 40
+
+    def setUp(self):
+        self.enterContext(mock.patch.object(offload, "free_host_memory", lambda: self.FREE))
+        self.warned = self.enterContext(mock.patch.object(offload.logger, "warning_once"))
+        super().setUp()
+        self.host = offload.HostCheckpoints(automatic=True)
+
+    def step(self) -> int:
+        """Run a step on tensors as large as those of training, and return its copies."""
+        x = torch.randn(8, requires_grad=True)
+        before = self.copies.copies if self.host._copies else 0
+        with mock.patch.object(offload, "_SMALLEST_UNASKED", 1):
+            self.assertTrue(torch.equal(torch.autograd.grad(self.layers(x).sum(), x)[0], self.expected(x)))
+        return self.copies.copies - before
+
+    def test_large_tensors(self):
+        with mock.patch.object(offload, "leaves", return_value=False) as leaves:
+            asked = offload.HostCheckpoints()
+            for host, smallest in ((self.host, 1 << 24), (asked, 1 << 20)):
+                host(lambda f, x: torch.relu(x), None, torch.ones(2, requires_grad=True))
+                self.assertEqual(leaves.call_args.args[1], smallest)
+                with offload.all_checkpoints():
+                    host(lambda f, x: torch.relu(x), None, torch.ones(2, requires_grad=True))
+                    self.assertEqual(leaves.call_args.args[1], 0)
+
+    @parameterized.expand([(1, 3), (2, 1)])
+    def test_half_of_the_memory_of_the_host(self, processes, buffers):
+        size = 1 << 16
+        with mock.patch.object(offload, "free_host_memory", lambda: 7 * size):
+            with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE=str(processes)):
+                self.assertEqual(self.step(), 2 * buffers)
+        self.assertEqual((self.copies.allocated, self.host.bytes), (buffers, buffers * size))
+        self.assertIn("half of the free memory", self.warned.call_args.args[0])
+
+    def test_pages_that_cannot_be_pinned(self):
+        with mock.patch.object(LateCopies, "allocate", side_effect=MemoryError):
+            self.assertEqual(self.step(), 0)
+            self.assertIn("CUDA cannot pin more", self.warned.call_args.args[0])
+            self.host = offload.HostCheckpoints()
+            with self.assertRaises(MemoryError):
+                self.layers(torch.randn(8, requires_grad=True))
+
+    @parameterized.expand([(0.9, 1 << 40, False), (1.2, 1 << 40, True), (1.2, 1 << 18, False)])
+    def test_copies_that_take_longer_than_layers(self, ms, room, stops):
+        with mock.patch.multiple(LateCopies, copy_ms=ms, has_room=room), mock.patch.object(offload, "_LAYERS", 8):
+            # The first step gets its memory, and the next two tell.
+            found = [self.step() for _ in range(5)]
+        # The last input of the third step stays already.
+        self.assertEqual(found, [9, 9, 8, 0, 0] if stops else [9] * 5)
+        self.assertEqual(self.warned.called, stops)
+        if stops:
+            self.assertEqual((self.host.bytes, self.copies.free), (0, []))
+
+    def test_small_tensors_of_the_check_tell_nothing(self):
+        with mock.patch.multiple(LateCopies, copy_ms=2), mock.patch.object(offload, "_LAYERS", 8):
+            for _ in range(4):
+                with offload.all_checkpoints():
+                    self.layers(torch.randn(8, requires_grad=True)).sum().backward()
+            self.assertEqual(self.copies.layers, [])
+
+    def test_a_copy_of_a_model_is_automatic_too(self):
+        self.assertTrue(copy.deepcopy(partial(self.host, checkpoint)).func.automatic)
+
+
+class HostMemoryTest(unittest.TestCase):
+    GIB = 1 << 30
+
+    def free(self, files: dict[str, str]) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in files.items():
+                path = Path(folder, name)
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text)
+            available = mock.Mock(return_value=mock.Mock(available=64 * self.GIB))
+            with (
+                mock.patch.object(offload, "_GROUPS", Path(folder)),
+                mock.patch.object(offload.psutil, "virtual_memory", available),
+            ):
+                return offload.free_host_memory() / self.GIB
+
+    def test_limits_of_containers(self):
+        stat = f"anon {3 * self.GIB}\ninactive_file {4 * self.GIB}\nactive_file {self.GIB}\nfile {9 * self.GIB}\n"
+        two = {"memory.max": f"{32 * self.GIB}", "memory.current": f"{20 * self.GIB}", "memory.stat": stat}
+        one = {"memory/memory.limit_in_bytes": f"{32 * self.GIB}", "memory/memory.usage_in_bytes": f"{30 * self.GIB}"}
+        self.assertEqual(self.free({}), 64)
+        self.assertEqual(self.free(two), 17)
+        self.assertEqual(self.free(two | {"memory.max": "max\n"}), 64)
+        self.assertEqual(self.free(one | {"memory/memory.stat": stat}), 7)
+        self.assertEqual(self.free(two | {"memory.max": f"{99 * self.GIB}"}), 64)
+
+
 class BuffersTest(unittest.TestCase):
     def setUp(self):
         self.pool = LateCopies(torch.device("cpu"))
@@ -162,6 +260,7 @@ class ModelTest(unittest.TestCase):
             self.model.activation_checkpointing_enable({"use_reentrant": reentrant}, every_n_layers=2, offload=True)
             functions = self.functions()
             self.assertEqual(on_host(functions), [True, True])
+            self.assertFalse(functions[0].func.automatic)
             self.assertEqual(len({id(function.func) for function in functions}), 1)
             inner = functions[0].args[0]
             self.assertEqual((inner.func, inner.keywords), (checkpoint, {"use_reentrant": reentrant}))
@@ -169,3 +268,14 @@ class ModelTest(unittest.TestCase):
             self.assertTrue(all(torch.equal(actual[name], expected[name]) for name in expected))
         self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.assertEqual([function.func for function in self.functions()], [checkpoint] * 4)
+
+    def test_automatic(self):
+        self.model.activation_checkpointing_enable(offload="auto")
+        functions = self.functions()
+        self.assertEqual((on_host(functions), functions[0].func.automatic), ([True] * 4, True))
+        # Transformers' own copies cost time.
+        with mock.patch("torch.accelerator.current_accelerator", return_value=torch.device("xpu")):
+            self.model.activation_checkpointing_enable(offload="auto")
+        self.assertEqual([function.func for function in self.functions()], [checkpoint] * 4)
+        with self.assertRaisesRegex(ValueError, "offload of True, False or \"auto\", got 'cpu'"):
+            self.model.activation_checkpointing_enable(offload="cpu")

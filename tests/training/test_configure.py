@@ -1,5 +1,6 @@
 """`configure_packing`: packed training equals training on padded batches."""
 
+import unittest
 from functools import partial
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 from accelerate.data_loader import DataLoaderShard
 from common.families import tiny_model
+from common.late_copies import on_a_cpu
 from common.processes import FSDP_ON_CPU
 from datasets import Dataset
 from mixins.configure import UPDATE_BAR, ConfigureTestCase, llama, said, train_configured
@@ -22,7 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from transformers_packed import IterablePackingDataset, configure_packing, pack_dataset
 from transformers_packed.audit.tiny import tiny_config
-from transformers_packed.models.versions import supports_other_families
+from transformers_packed.models.versions import can_select_checkpoints, supports_other_families
+from transformers_packed.ops.offload import HostCheckpoints
 from transformers_packed.training import setup
 from transformers_packed.training.callbacks.metrics import PackingMetricsCallback
 from transformers_packed.training.callbacks.weights import EveryGradient
@@ -131,6 +134,44 @@ class SetUpTest(ConfigureTestCase):
             said(configure_packing, trainer)
             options = trainer.accelerator.ddp_handler.to_kwargs()
             self.assertEqual((options["bucket_cap_mb"], options["gradient_as_bucket_view"]), (expected, True))
+
+    @unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")
+    def test_checkpoints_go_to_the_host_by_themselves(self):
+        checkpointing, losses = {"activation_checkpointing": True, "logging_steps": 1, "max_steps": 3}, []
+        for on_gpu in (False, True):
+            torch.manual_seed(0)
+            trainer = self.trainer(args=checkpointing)
+            with mock.patch.object(setup, "compiles_kernels", return_value=on_gpu):
+                line, _ = said(configure_packing, trainer)
+            self.assertIs("checkpointed layers are kept in host memory" in line, on_gpu)
+            with on_a_cpu(64):
+                said(trainer.train)
+            functions = [layer._gradient_checkpointing_func for layer in trainer.model.model.layers]
+            self.assertEqual([isinstance(x.func, HostCheckpoints) for x in functions], [on_gpu] * len(functions))
+            losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        (copies,) = functions[0].func._copies.values()
+        self.assertGreater(copies.copies, 3 * len(functions))
+        self.assertEqual(*losses)
+        said(configure_packing, trainer, "off")
+        self.assertIsNone(trainer.args.activation_checkpointing_kwargs)
+
+    @unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")
+    def test_checkpoints_that_stay_where_they_are(self):
+        """The user decides, nothing is checkpointed, or the copies of Transformers would run."""
+        checkpointing, refused = {"activation_checkpointing": True}, {"offload": False, "every_n_layers": 2}
+        with mock.patch.object(setup, "compiles_kernels", return_value=True):
+            for args, model, expected in (
+                (checkpointing | {"activation_checkpointing_kwargs": refused}, None, refused),
+                ({}, None, None),
+                (checkpointing, llama(), None),
+            ):
+                trainer = self.trainer(model, args=args)
+                said(configure_packing, trainer)
+                self.assertEqual(trainer.args.activation_checkpointing_kwargs, expected)
+            given = checkpointing | {"activation_checkpointing_kwargs": {"every_n_layers": 2}}
+            trainer = self.trainer(args=given)
+            said(configure_packing, trainer)
+            self.assertEqual(trainer.args.activation_checkpointing_kwargs, {"every_n_layers": 2, "offload": "auto"})
 
     @parameterized.expand(
         [

@@ -238,6 +238,15 @@ class ChoiceTest(GivenGpuTest):
         self.assertFalse(self.choose(model, total=limit + 0.9 * moments / 0.9)[0])
         self.assertTrue(self.choose(model, total=limit + 1.1 * moments / 0.9, with_graphs=(8, 1))[0])
 
+    def test_checkpoints_in_host_memory_need_room(self):
+        model, _ = models_of()
+        use_cuda_graphs(model, 0)
+        moments = 2 * 4 * sum(x.numel() for x in model.parameters()) / GIB
+        total = (6 + 2 * 3 + moments) / 0.9
+        for gib, on in ((0.9, True), (1.1, False)):
+            with mock.patch.object(graphs, "bytes_on_host", return_value=gib * GIB):
+                self.assertIs(self.choose(model, total=total + 1 / 0.9, with_graphs=(8, 1))[0], on)
+
     def test_layers_that_cannot_run_as_graphs(self):
         model, _ = models_of()
         use_cuda_graphs(model, 0)

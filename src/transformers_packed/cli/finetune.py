@@ -411,8 +411,10 @@ def make_trainer(
 ) -> RunFolderTrainer:
     """The stock Trainer without padding. Its loss is the mean over all targets of a step."""
     checkpointing, options = checkpointing_argument(), {"use_reentrant": False}
-    if settings.offload or settings.every_n_layers:
-        options |= {"offload": settings.offload, "every_n_layers": settings.every_n_layers or 1}
+    if settings.every_n_layers:
+        options["every_n_layers"] = settings.every_n_layers
+    if settings.offload is not None:
+        options["offload"] = settings.offload
     if settings.keep_attention:
         options["keep_attention"] = True
     if settings.segment_tokens:

@@ -70,7 +70,8 @@ def add_options(parser: Parser) -> None:
     dtype = "compute dtype (default: bfloat16 on CUDA, else float32)"
     shared("--dtype", help=dtype)
     shared("--gradient-checkpointing")
-    add("--offload", action="store_true", help="keep inputs of checkpointed layers in host memory")
+    host = "keep inputs of checkpointed layers in host memory (default: where that costs no time)"
+    add("--offload", action=argparse.BooleanOptionalAction, help=host)
     kept = "do not recompute attention, which is faster for long documents"
     add("--keep-attention", action="store_true", help=kept)
     count("--every-n-layers", "checkpoint every n-th layer (default: all layers)")

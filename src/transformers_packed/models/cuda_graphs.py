@@ -25,6 +25,7 @@ from ..errors import input_error
 from ..foreign import attention_of, swapped
 from ..ops.autograd import autocast_dtype, saved_tensor_hooks
 from ..ops.invariance import is_batch_invariant
+from ..ops.offload import HostCheckpoints
 from .experts import isolates
 from .families import OWN, families_of, titles
 from .family import Own
@@ -393,12 +394,26 @@ def _reason_against_checkpointing(layers: Iterable[torch.nn.Module]) -> str:
         if not layer.gradient_checkpointing:
             continue
         function = checkpoint_of(layer)
+        if _automatic(function):
+            # A graph keeps inputs of layers in its own memory.
+            function = function.args[0]
         options = getattr(function, "keywords", {})
         if getattr(function, "func", function) is not checkpoint or "context_fn" in options:
             return "gradient checkpointing offloads or selects what it saves, or cuts rows"
         if any(isinstance(module, _DropoutNd) and module.p and module.training for module in layer.modules()):
             return "gradient checkpointing would have to repeat the dropout of its layers"
     return ""
+
+
+def _automatic(function: Any) -> bool:
+    copies = getattr(function, "func", None)
+    return isinstance(copies, HostCheckpoints) and copies.automatic
+
+
+def bytes_on_host(model: torch.nn.Module) -> int:
+    """Return the bytes of automatic checkpoints in host memory, for which graphs need as much on the GPU."""
+    functions: list[Any] = [checkpoint_of(layer) for text in text_models_of(model) for layer in _layers_of(text)]
+    return sum(copies.bytes for copies in {function.func for function in functions if _automatic(function)})
 
 
 def _is_hooked(module: torch.nn.Module) -> bool:

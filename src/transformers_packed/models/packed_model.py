@@ -144,9 +144,11 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
             self,
             activation_checkpointing_kwargs: dict[str, Any] | None = None,
             every_n_layers: int = 1,
-            offload: bool = False,
+            offload: bool | str = False,
         ) -> None:
             """Compute layers again in backward, as Transformers does. With `offload`, copies run beside the layers.
+
+            With `offload="auto"`, inputs of layers stay on the GPU where copies would cost time or too much host memory.
 
             With `"keep_attention": True` in `activation_checkpointing_kwargs`, softmax attention is not computed again.
             With `"segment_tokens": n`, layers compute longer rows in segments of `n` tokens.
@@ -166,13 +168,15 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
                     got, fix = f"Transformers {transformers.__version__}", "pip install --upgrade transformers."
                     raise input_error("Transformers 5.24 or later for segment_tokens", got, fix)
                 options = _without_reentrant(options, "segment_tokens")
+            if not isinstance(offload, bool) and offload != "auto":
+                raise input_error('offload of True, False or "auto"', repr(offload))
             accelerator = torch.accelerator.current_accelerator()
             beside = offload and (accelerator is None or accelerator.type == "cuda")
-            super().activation_checkpointing_enable(options or None, every_n_layers, offload=offload and not beside)
+            super().activation_checkpointing_enable(options or None, every_n_layers, offload is True and not beside)
             if beside:
                 from ..ops.offload import HostCheckpoints
 
-                wrap_checkpoints(self, HostCheckpoints())
+                wrap_checkpoints(self, HostCheckpoints(automatic=offload == "auto"))
             if segment_tokens is not None:
                 wrap_checkpoints(self, partial(in_segments, segment_tokens))
 

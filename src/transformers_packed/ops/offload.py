@@ -9,33 +9,62 @@ buffers that are used again:
 
 So the GPU has at most two inputs, and the last one never leaves it. PyTorch's allocator of pinned memory rounds sizes up
 to powers of two. These buffers are registered with CUDA instead, and are at most a sixteenth larger than an input.
+
+Nobody has to ask for copies that cost nothing, so they may be automatic. Then inputs stay on the GPU if they are small, if
+copies take longer than layers, and if the buffers would take too much of the host's memory.
 """
 
+import math
 import mmap
+import os
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from transformers.utils import logging
 
 from ..errors import input_error
+from ..foreign import swapped
 
 
-# Bytes below which a copy takes longer than it is worth.
-_SMALLEST = 1 << 20
+logger = logging.get_logger(__name__)
+
+# Bytes below which a copy takes longer than it is worth, and below which copies of all layers gain too little to be made
+# unasked: 0.4 GiB with 24 layers.
+_SMALLEST, _SMALLEST_UNASKED = 1 << 20, 1 << 24
+# The most of the free memory of the host that automatic copies take, because pinned pages cannot be swapped out.
+_SHARE = 0.5
+# How many layers tell whether copies take longer than layers, and the share of its time that such a layer waits.
+_LAYERS, _WAITS = 64, 0.05
+# The control groups of this process, in a container its own ones.
+_GROUPS = Path("/sys/fs/cgroup")
+# The part of the free memory of the GPU that may be filled again.
+_ROOM = 0.8
 
 
 class HostCheckpoints:
     """Runs functions under checkpointing, with large CUDA tensors among their arguments saved in host memory.
 
     The buffers are those of this object, and are freed with it and the graphs that it made.
+
+    Args:
+        automatic (`bool`, *optional*, defaults to `False`):
+            Leave tensors on the GPU where copies would cost something.
     """
 
-    def __init__(self) -> None:
-        self._copies: dict[torch.device, Copies] = {}
+    def __init__(self, automatic: bool = False) -> None:
+        self.automatic, self._copies = automatic, dict[torch.device, Copies]()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(copies.bytes for copies in self._copies.values())
 
     def __call__(self, checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Return `checkpoint(function, *args, **kwargs)`.
@@ -48,26 +77,50 @@ class HostCheckpoints:
 
         Raises:
             `ValueError`: `function` writes into one of its arguments, whose copy would then be of neither state.
-            `MemoryError`: the host has no memory for the copies.
+            `MemoryError`: the host has no memory for the copies, which are not automatic.
         """
+        if self.automatic and torch.compiler.is_compiling():
+            return checkpoint(function, *args, **kwargs)
         with saved_tensors_hooks(self._save, _load):
             return checkpoint(function, *args, **kwargs)
 
     def __reduce__(self):
         # A copy of the model has its own buffers.
-        return HostCheckpoints, ()
+        return HostCheckpoints, (self.automatic,)
 
     def _save(self, tensor: torch.Tensor) -> Any:
-        if not leaves(tensor):
+        if not leaves(tensor, _SMALLEST_UNASKED if self.automatic else _SMALLEST):
             return tensor
-        if tensor.device not in self._copies:
-            self._copies[tensor.device] = Copies(tensor.device)
-        return _Saved(tensor, self._copies[tensor.device])
+        copies = self._copies.get(tensor.device)
+        if copies is None:
+            copies = self._copies[tensor.device] = Copies(tensor.device, self.automatic)
+        before = copies.let_leave(tensor.nbytes)
+        host = copies.take(tensor.nbytes)
+        return tensor if host is None else _Saved(tensor, copies, host, before)
 
 
-def leaves(tensor: torch.Tensor) -> bool:
+def leaves(tensor: torch.Tensor, smallest: int) -> bool:
     """Whether a saved tensor goes to the host."""
-    return tensor.is_cuda and type(tensor) is torch.Tensor and tensor.nbytes >= _SMALLEST
+    return tensor.is_cuda and type(tensor) is torch.Tensor and tensor.nbytes >= smallest
+
+
+def all_checkpoints() -> AbstractContextManager:
+    """Let small tensors go to the host too meanwhile, as large ones do."""
+    return swapped(globals(), _SMALLEST=0, _SMALLEST_UNASKED=0)
+
+
+def free_host_memory() -> int:
+    """Return the bytes of host memory that are free, within the limit of the container."""
+    free = psutil.virtual_memory().available
+    # Control groups of version 2 and 1. Files in memory count as used there, and make room.
+    for folder, most, used in (("", "max", "current"), ("memory", "limit_in_bytes", "usage_in_bytes")):
+        group = _GROUPS / folder
+        with suppress(OSError, ValueError, KeyError):
+            limit, now = (int((group / f"memory.{name}").read_text()) for name in (most, used))
+            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            files = int(counts["inactive_file"]) + int(counts["active_file"])
+            free = min(free, max(limit - now, 0) + files)
+    return free
 
 
 def _load(saved: Any) -> torch.Tensor:
@@ -75,11 +128,58 @@ def _load(saved: Any) -> torch.Tensor:
 
 
 class Copies:
-    """Copies between a device and buffers of pinned memory, in order, and the tensor that was saved last."""
+    """Copies between a device and buffers of pinned memory, in order, and the tensor that was saved last.
 
-    def __init__(self, device: torch.device):
+    `automatic` copies take a part of the host's memory, and end if layers wait for them and the device has room.
+    """
+
+    def __init__(self, device: torch.device, automatic: bool = False):
         self.device, self.stream, self.free = device, torch.cuda.Stream(device), list[torch.Tensor]()
         self.last: Callable[[], _Saved | None] = _nothing
+        # Bytes of all buffers, and the most that they may have.
+        self.bytes, self.most, self.automatic = 0, math.inf, automatic
+        if automatic:
+            self.most = _SHARE * free_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        # Of layers: when it began, when the copy of its input ended, and when the next one began.
+        self.layers: list[tuple[Any, Any, Any]] | None = [] if automatic else None
+        self.begun: Any = None
+
+    def let_leave(self, size: int) -> "Callable[[], _Saved | None]":
+        """Let the tensor that was saved last leave the device, before one of `size` bytes is saved. Return the former."""
+        last, self.last = self.last, _nothing
+        begun, self.begun = self.begun, None if self.layers is None else self.now()
+        earlier = last()
+        if earlier is not None:
+            earlier.check()
+            earlier.leave()
+            # Not of layers that waited for memory, nor of the small tensors of `all_checkpoints`.
+            usual = size >= _SMALLEST_UNASKED > 0 and any(buffer.nbytes >= size for buffer in self.free)
+            if self.layers is not None and usual:
+                self.layers.append((begun, earlier.copied, self.begun))
+                self.decide()
+        return last
+
+    def decide(self) -> None:
+        """End the copies if most layers have waited for them, and the device has room for what it gets back."""
+        layers = self.layers or []
+        if len(layers) < _LAYERS or not all(event.query() for event in layers[-1]):
+            return
+        self.layers = None
+        waited = sum(begun.elapsed_time(end) * _WAITS < end.elapsed_time(copied) for begun, copied, end in layers)
+        if 2 * waited > len(layers) and self.bytes < _ROOM * self.room():
+            self.most = 0
+            logger.warning_once(
+                "Checkpoints stay on the GPU, because their copies to the host take longer than layers."
+            )
+
+    def room(self) -> int:
+        """Bytes of the device that are free, or reserved and not used."""
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + unused
+
+    def now(self) -> Any:
+        """Return an event of the compute stream."""
+        return self.compute_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def compute_stream(self) -> Any:
         return torch.cuda.current_stream(self.device)
@@ -90,17 +190,37 @@ class Copies:
         self.stream.wait_stream(self.compute_stream())
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
-            return self.stream.record_event()
+            return self.stream.record_event(torch.cuda.Event(enable_timing=self.layers is not None))
 
-    def take(self, size: int) -> torch.Tensor:
-        """Return a buffer of at least `size` bytes. A free one that is too small makes room for a new one."""
+    def take(self, size: int) -> torch.Tensor | None:
+        """Return a buffer of at least `size` bytes. A free one that is too small makes room for a new one.
+
+        Automatic copies get `None` if the tensor stays on the device.
+        """
+        if not self.most:
+            self.free.clear()
+            self.bytes = 0
+            return None
         fitting = [at for at, buffer in enumerate(self.free) if buffer.nbytes >= size]
         if fitting:
             return self.free.pop(min(fitting, key=lambda at: self.free[at].nbytes))
         if self.free:
-            self.free.pop(max(range(len(self.free)), key=lambda at: self.free[at].nbytes))
+            self.bytes -= self.free.pop(max(range(len(self.free)), key=lambda at: self.free[at].nbytes)).nbytes
         step = max(1 << 16, 1 << (size.bit_length() - 5))
-        return self.allocate(-(-size // step) * step)
+        size = -(-size // step) * step
+        why = "that is half of the free memory of the host for each process"
+        if self.bytes + size <= self.most:
+            try:
+                buffer = self.allocate(size)
+                self.bytes += size
+                return buffer
+            except MemoryError:
+                if not self.automatic:
+                    raise
+                why = "CUDA cannot pin more"
+        used = f"{self.bytes / 2**30:,.1f} GiB"
+        logger.warning_once(f"{used} of checkpoints are in host memory, and the others on the GPU, because {why}.")
+        return None
 
     def allocate(self, size: int) -> torch.Tensor:
         """Return a new buffer of pinned memory."""
@@ -138,14 +258,11 @@ class _Saved:
 
     tensor: torch.Tensor | None
 
-    def __init__(self, tensor: torch.Tensor, copies: Copies):
-        self.copies, self.before, self.loaded = copies, copies.last, False
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-        earlier, copies.last = copies.last(), _nothing
-        if earlier is not None:
-            earlier.check()
-            earlier.leave()
-        self.host = copies.take(tensor.nbytes)
+    def __init__(
+        self, tensor: torch.Tensor, copies: Copies, host: torch.Tensor, before: "Callable[[], _Saved | None]"
+    ):
+        self.copies, self.before, self.loaded = copies, before, False
+        self.shape, self.dtype, self.host = tensor.shape, tensor.dtype, host
         self.hold(tensor)
         self.copied = copies.start(self.on_host(), tensor)
         copies.last = weakref.ref(self)

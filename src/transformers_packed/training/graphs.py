@@ -8,7 +8,7 @@ import torch
 
 from ..data.planning.memory import FILLED
 from ..errors import described
-from ..models.cuda_graphs import records_graphs, share_of_attention, text_models_of, use_cuda_graphs
+from ..models.cuda_graphs import bytes_on_host, records_graphs, share_of_attention, text_models_of, use_cuda_graphs
 
 
 _REPEATS = 5
@@ -92,8 +92,9 @@ def _choose(model, max_length, run, run_short, run_longest, others, step_per_row
     free, total = torch.cuda.mem_get_info()
     room = min(FILLED * total - kept, free) - moments - step
     # The graphs keep the activations and gradients of a step.
-    if step > room:
-        return False, f"graphs may need {step / _GIB:.1f} GiB, and {max(room, 0) / _GIB:.1f} GiB are free"
+    needed = step + bytes_on_host(model)
+    if needed > room:
+        return False, f"graphs may need {needed / _GIB:.1f} GiB, and {max(room, 0) / _GIB:.1f} GiB are free"
     found = _fastest_graphs(model, max_length, run, _IN_TIME * share_of_attention(model) * host, known)
     if found is None:
         return False, "the layers cannot run as graphs"

@@ -26,6 +26,7 @@ from ..models.registry import check_patch, inner_model, patch_model, set_switche
 from ..models.releases import COUNT_ITEMS, IGNORED_BY_DDP, KEPT_COLUMNS, kept_columns
 from ..models.replacements import REPLACEMENTS
 from ..models.stored_weights import in_fewer_bits
+from ..models.versions import can_select_checkpoints, checkpointing_argument
 from .added_losses import BesideScores, ItemCounts, LossesCallback, against_losses, train_losses, trained_by
 from .apply import Change, Prepare, Setup
 from .callbacks.metrics import PackingMetricsCallback, known_cost
@@ -41,6 +42,7 @@ from .run_ahead import RunAheadCallback
 from .sequence_parallel import GatherOfRows, SharedRows, against_sharing, part_collator
 from .trainers import WHOLE_BATCHES
 from .typed import Trainer
+from .warm_up import compiles_kernels
 
 
 logger = logging.get_logger(__name__)
@@ -122,6 +124,9 @@ def _setup(
         config = {**(args.liger_kernel_config or {}), **dict.fromkeys(kept, False)}
         changes += Change.of(args, liger_kernel_config=config)
         line += f"; Liger leaves {', '.join(kept)} to this package"
+    if prepare and (options := _copied_checkpoints(facts)) is not None:
+        changes += Change.of(args, **{f"{checkpointing_argument()}_kwargs": options})
+        line += "; inputs of checkpointed layers are kept in host memory"
     if prepare and trainer.model_init is not None:
         changes += Change.of(trainer, model_init=_prepared(trainer.model_init, prepare))
     if callbacks != handler.callbacks:
@@ -383,6 +388,15 @@ def _prepared(make: Callable, prepare: list[Prepare]) -> Callable:
         return model
 
     return changed
+
+
+def _copied_checkpoints(facts: Facts) -> dict[str, Any] | None:
+    """The options of gradient checkpointing with automatic copies to host memory, unless the user decides."""
+    args, name = facts.trainer.args, checkpointing_argument()
+    given = getattr(args, f"{name}_kwargs") or {}
+    possible = can_select_checkpoints() and compiles_kernels(args.device)
+    possible = possible and bool(families_of(facts.trainer.model, Own))
+    return {"offload": "auto", **given} if possible and getattr(args, name) and "offload" not in given else None
 
 
 def _kept_from_liger(facts: Facts) -> list[str]:

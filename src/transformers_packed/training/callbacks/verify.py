@@ -43,6 +43,7 @@ from ...models.losses import losses_of
 from ...models.registry import inner_model
 from ...models.segments import smallest_segments
 from ...ops.compilations import tuned_in_threads
+from ...ops.offload import all_checkpoints
 from ..apply import Setup, undo
 from ..checks import say
 from ..compare import (
@@ -176,10 +177,11 @@ class VerifyCallback(TrainerCallback):
             raise UnseenError(why)
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-        # No graph is worth recording for a short row, and no segment of training is that short.
+        # No graph is worth recording for a short row, no segment of training is that short, and no input that small.
         with (
             without_graphs(model),
             smallest_segments(),
+            all_checkpoints(),
             as_before(model),
             same_trainer(trainer, model, loader) as state,
             beside_ddp(wrapped),
