@@ -171,10 +171,9 @@ class AutomaticTest(SavedTest):
     @parameterized.expand([(0.9, 1 << 40, False), (1.2, 1 << 40, True), (1.2, 1 << 18, False)])
     def test_copies_that_take_longer_than_layers(self, ms, room, stops):
         with mock.patch.multiple(LateCopies, copy_ms=ms, has_room=room), mock.patch.object(offload, "_LAYERS", 8):
-            # The first step gets its memory, and the next two tell.
-            found = [self.step() for _ in range(5)]
-        # The last input of the third step stays already.
-        self.assertEqual(found, [9, 9, 8, 0, 0] if stops else [9] * 5)
+            # The first step gets its memory, the next two tell, and the device has computed them in the fifth.
+            found = [self.step() for _ in range(6)]
+        self.assertEqual(found, [9, 9, 9, 9, 2, 0] if stops else [9] * 6)
         self.assertEqual(self.warned.called, stops)
         if stops:
             self.assertEqual((self.host.bytes, self.copies.free), (0, []))

@@ -161,7 +161,8 @@ class Copies:
 
     def decide(self) -> None:
         """End the copies if most layers have waited for them, and the device has room for what it gets back."""
-        layers = self.layers or []
+        layers = (self.layers or [])[:_LAYERS]
+        # The host is ahead of the device.
         if len(layers) < _LAYERS or not all(event.query() for event in layers[-1]):
             return
         self.layers = None
