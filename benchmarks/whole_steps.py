@@ -216,6 +216,8 @@ def measure(args, config: dict) -> dict:
             )
     if args.lora:
         model = with_lora(model, False, not args.linear)
+    # Weights in fewer bits were others before, whose memory would count as reserved.
+    torch.cuda.empty_cache()
     clock = Clock(args)
     # Many more than are read, so that the extra rows of a plan take little from each row.
     rows = max(400 * 16384 // args.tokens, 2 * settings.world_size * settings.max_steps)
