@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import triton
+from parameterized import parameterized
 from triton.runtime.autotuner import Autotuner
 
 from transformers_packed.ops import compilations
@@ -26,6 +27,7 @@ class AutotuningTest(unittest.TestCase):
             early_config_prune=None,
             perf_model=None,
             nargs={"x": "a tensor"},
+            cache_results=False,
             fn=SimpleNamespace(run=run),
         )
 
@@ -64,6 +66,27 @@ class AutotuningTest(unittest.TestCase):
         options = {"grid": (1,), "warmup": True, "EPS": 1, "num_warps": 4}
         self.assertEqual(calls, [(("a tensor",), options | {"BLOCK": block}) for block in (16, 32, 64)])
         self.assertIs(Autotuner.prune_configs, before)
+
+    @parameterized.expand([True, False])
+    def test_measurements_on_disk(self, found):
+        """Of an earlier process: no variant is compiled but the fastest one, by the autotuner."""
+        compiled, measured = [], []
+
+        def look_up(self, key, configs, measure_all):
+            if not found:
+                measure_all()
+            return found
+
+        class Tuner(SimpleNamespace):
+            __hash__ = object.__hash__
+
+        plain = self.tuner([Config(16), Config(32)], lambda *args, **kwargs: compiled.append(kwargs["BLOCK"]))
+        tuner = Tuner(**vars(plain) | {"cache_results": True})
+        with mock.patch.object(Autotuner, "check_disk_cache", look_up), compilations.tuned_in_threads():
+            configs = Autotuner.prune_configs(tuner, {"EPS": 1})
+            self.assertEqual(compiled, [])
+            got = Autotuner.check_disk_cache(tuner, ("key",), configs, lambda: measured.append(list(compiled)))
+        self.assertEqual((got, measured), (found, [] if found else [[16, 32]]))
 
     def test_measures_are_short(self):
         tuner, own = (Autotuner.__new__(Autotuner) for _ in range(2))

@@ -203,18 +203,38 @@ def tuned_in_threads() -> Iterator[None]:
         yield
         return
 
+    look_up, given = getattr(Autotuner, "check_disk_cache", None), dict[Any, dict[str, Any]]()
+
     with ThreadPoolExecutor(threads_of_this_process()) as pool:
 
-        def compile_all(self: Any, kwargs: dict[str, Any]) -> list[Any]:
-            configs = prune(self, kwargs)
+        def compile_all(self: Any, configs: list[Any], kwargs: dict[str, Any]) -> None:
             # An error of a variant is raised, or left to the autotuner, when it is measured.
             with suppress(Exception), mode(pool):
                 for config in configs if len(configs) > 1 else ():
                     with suppress(Exception):
                         self.fn.run(*self.nargs.values(), **{**kwargs, **config.all_kwargs(), "warmup": True})
+
+        def pruned(self: Any, kwargs: dict[str, Any]) -> list[Any]:
+            configs = prune(self, kwargs)
+            if look_up is not None and self.cache_results:
+                given[self] = kwargs
+            else:
+                compile_all(self, configs, kwargs)
             return configs
 
-        methods: dict[str, Any] = {"prune_configs": compile_all}
+        def looked_up(self: Any, key: Any, configs: list[Any], measure_all: Callable[[], None]) -> bool:
+            """Compile only if an earlier process has left no measurements on disk."""
+            kwargs = given.pop(self)
+
+            def compile_and_measure() -> None:
+                compile_all(self, configs, kwargs)
+                measure_all()
+
+            return look_up(self, key, configs, compile_and_measure)
+
+        methods: dict[str, Any] = {"prune_configs": pruned}
+        if look_up is not None:
+            methods["check_disk_cache"] = looked_up
         found = vars(Autotuner).get("do_bench")
         if isinstance(found, cached_property):
 
