@@ -13,12 +13,15 @@ from unittest import mock
 
 import numpy as np
 import torch
+from common.late_copies import on_a_cpu
 from mixins.configure import ConfigureTestCase, train_configured
 from parameterized import parameterized
 from scripts import configured_arms
 from scripts.trainer_arms import CONFIGS, OPTIONS, Samples
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from transformers_packed.ops.offload import HostCheckpoints
 from transformers_packed.training.state import same_state
 
 
@@ -210,6 +213,18 @@ class StateTest(unittest.TestCase):
             with same_state(SimpleNamespace(teacher=model), kept=model.buffers()):
                 parameters[0].grad = torch.ones_like(parameters[0])
         self.assertIsNone(parameters[0].grad)
+
+    def test_buffers_of_checkpoints_stay(self):
+        """They are neither copied nor put back: pinned pages must not be forgotten."""
+        host = HostCheckpoints()
+        run = functools.partial(host, functools.partial(checkpoint, use_reentrant=False), torch.sin)
+        with on_a_cpu(4):
+            for number in range(2):
+                with same_state(SimpleNamespace(function=run)) as state:
+                    run(torch.ones(8 << number, requires_grad=True)).sum().backward()
+                (copies,) = host._copies.values()
+                self.assertEqual((state.left, [x.nbytes for x in copies.free]), ([], [1 << 16]))
+                self.assertEqual(copies.bytes, 1 << 16)
 
     def test_other_libraries_are_left_alone(self):
         held = SimpleNamespace(lock=threading.Event(), logger=logging.getLogger("state"))

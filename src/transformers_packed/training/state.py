@@ -31,6 +31,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..errors import described
+from ..ops.offload import HostCheckpoints
 
 
 # Values without parts that can change.
@@ -45,6 +46,8 @@ _SKIPPED = (
     torch.optim.Optimizer,
     logging.Logger,
     Path,
+    # Buffers for copies, whose content nobody reads.
+    HostCheckpoints,
 )
 # Copies of containers that are no lists.
 _COPIES: dict[type, type] = {dict: dict, set: set, bytearray: bytes}
