@@ -44,7 +44,7 @@ from transformers.training_args import OptimizerNames
 from transformers_packed import DataCollatorWithFlattening, PackingPlan
 from transformers_packed.cli import early, finetune, run_folder
 from transformers_packed.data.records.samples import make_samples
-from transformers_packed.models import float8
+from transformers_packed.models import float8, versions
 from transformers_packed.models.checkpoint_formats import PackedWeight
 from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
@@ -325,11 +325,11 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(self.train("--epochs", "1", "--max-steps", "1")[0], 2)
 
     def test_a_release_without_the_options_of_checkpointing(self):
-        with mock.patch.object(finetune, "can_select_checkpoints", lambda: False):
-            message = "expected Transformers 5.23 or later for --offload, --every-n-layers and --keep-attention, got"
-            for option in ("--offload", "--keep-attention"):
-                self.check_error(f"{message} Transformers 5", "--gradient-checkpointing", option)
-        with mock.patch.object(finetune, "can_cut_rows", lambda: False):
+        with mock.patch.object(versions, "can_select_checkpoints", lambda: False):
+            for option in ("--offload", "--keep-attention", "--every-n-layers=2"):
+                message = f"expected Transformers 5.23 or later for {option.partition('=')[0]}, got Transformers 5"
+                self.check_error(message, "--gradient-checkpointing", option)
+        with mock.patch.object(versions, "can_cut_rows", lambda: False):
             message = "expected Transformers 5.24 or later for --segment-tokens, got Transformers 5"
             self.check_error(message, "--gradient-checkpointing", "--segment-tokens=64")
 

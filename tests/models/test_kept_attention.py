@@ -80,13 +80,12 @@ class KeptAttentionTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ({"use_reentrant": True}, "use_reentrant=True"),
-            ({"use_reentrant": False, "context_fn": lambda: None}, "context_fn"),
+            ({"use_reentrant": True}, "use_reentrant=False with keep_attention, got use_reentrant=True"),
+            ({"use_reentrant": False, "context_fn": lambda: None}, "no context_fn with keep_attention, got one"),
         ]
     )
-    def test_refuses_other_options(self, options, got):
+    def test_refuses_other_options(self, options, message):
         model = patch_model(builtin_model("qwen3_5"))
-        message = f"expected use_reentrant=False and no context_fn with keep_attention, got {got}. Leave it out."
         with self.assertRaisesRegex(ValueError, message):
             model.activation_checkpointing_enable(options | {"keep_attention": True})
         self.assertFalse(model.is_gradient_checkpointing)

@@ -1,24 +1,23 @@
 """Layers that compute a row in segments: losses and gradients of the whole row, and the memory of a segment."""
 
 import unittest
-import weakref
 from dataclasses import replace
 from importlib.util import find_spec
 from unittest import mock
 
 import torch
 from common.late_copies import on_a_cpu
+from common.memory import Memory
 from mixins.lora import all_linear, builtin_model
 from mixins.model import gradients, packed_batch, padded_batch, relative_error, total_relative_error
 from mixins.patch import COMPOSITE
 from mixins.vision import TEXT, document
 from parameterized import parameterized
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from transformers_packed import SequenceBoundaries, add_mtp, batch_invariant, patch_model
-from transformers_packed.models import segments
+from transformers_packed.models import padding, segments
 from transformers_packed.models.cuda_graphs import _reason_against_checkpointing
 from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.versions import can_cut_rows
@@ -64,29 +63,6 @@ def whole(model):
 def step(model, batch, **options):
     output = model(**batch, **options)
     return output, gradients(model, output.loss)
-
-
-class Memory(TorchDispatchMode):
-    """The most bytes of the tensors that operators have made, at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self.known = weakref.WeakSet()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        result = operator(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(x, torch.Tensor) and x.untyped_storage() not in self.known:
-                storage = x.untyped_storage()
-                self.known.add(storage)
-                self.add(storage.nbytes())
-                weakref.finalize(storage, self.add, -storage.nbytes())
-        return result
-
-    def add(self, size: int) -> None:
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
 
 class ConvolutionTest(unittest.TestCase):
@@ -298,6 +274,14 @@ class SegmentsTest(unittest.TestCase):
         keys_and_values = 1024 * attention * 2 * config.num_key_value_heads * config.head_dim * 4
         self.assertGreater(kept - kept_row, keys_and_values)
         self.assertLess(kept - kept_row, 1.3 * keys_and_values)
+
+    def test_packed_rows_do_not_ask_layers(self):
+        """Only batches without padding become rows if layers cut these."""
+        model = segmented(patch_model(builtin_model("qwen3_5")))
+        with mock.patch.object(padding, "cuts_rows", side_effect=AssertionError):
+            model(**make_batch((100, 30)))
+            with self.assertRaises(AssertionError):
+                model(input_ids=torch.ones(2, 100, dtype=torch.long))
 
     def test_refuses(self):
         model, long = segmented(patch_model(builtin_model("qwen3_5"))), torch.arange(1, 81)[None]

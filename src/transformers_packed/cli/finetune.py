@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -40,7 +39,7 @@ from ..models.optimizers import OPTIMIZERS, check_optimizer, dtype_of_weights
 from ..models.quantization import initialize_in_4bit, nf4
 from ..models.registry import inner_model, registered
 from ..models.releases import builds, use_one_gpu
-from ..models.versions import can_cut_rows, can_select_checkpoints, checkpointing_argument
+from ..models.versions import check_checkpointing, checkpointing_argument
 from ..ops.float8 import MULTIPLE, verify
 from ..ops.moe import MAX_RANK
 from ..training.callbacks.gradient_release import GradientReleaseCallback
@@ -203,14 +202,9 @@ def _check_optimizer(settings: Namespace) -> None:
 
 def _check_checkpoints(settings: Namespace) -> None:
     """Raise a `ValueError` for options of checkpoints that this release of Transformers does not have."""
-    selected = settings.offload or settings.every_n_layers or settings.keep_attention
-    for given, can, release, options in (
-        (selected, can_select_checkpoints, "5.23", "--offload, --every-n-layers and --keep-attention"),
-        (settings.segment_tokens, can_cut_rows, "5.24", "--segment-tokens"),
-    ):
-        if given and not can():
-            got, fix = f"Transformers {transformers.__version__}", "pip install --upgrade transformers."
-            raise input_error(f"Transformers {release} or later for {options}", got, fix)
+    for option in ("offload", "every_n_layers", "keep_attention", "segment_tokens"):
+        if getattr(settings, option):
+            check_checkpointing(option, f"--{option.replace('_', '-')}")
 
 
 def check_head(config: PreTrainedConfig, option: str) -> None:

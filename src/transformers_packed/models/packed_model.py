@@ -1,6 +1,6 @@
 """`PackedModelMixin`, the base of all our model classes."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from copy import deepcopy
 from functools import partial
 from os import PathLike
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
@@ -21,7 +20,7 @@ from .quantization import QuantizationMixin
 from .releases import note_revision, saves_adapter, wrap_checkpoints
 from .replacements import convert
 from .typed import ModelBase
-from .versions import can_cut_rows, can_select_checkpoints
+from .versions import can_select_checkpoints, check_checkpointing
 
 
 logger = logging.get_logger(__name__)
@@ -158,15 +157,15 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
             if options.pop("keep_attention", False):
                 from ..ops.attention import keeping_attention
 
-                options = _selecting(options, keeping_attention)
+                if "context_fn" in options:
+                    raise input_error("no context_fn with keep_attention", "one", "Leave it out.")
+                options = _without_reentrant(options, "keep_attention") | {"context_fn": keeping_attention}
             segment_tokens = options.pop("segment_tokens", None)
             if segment_tokens is not None:
                 from .segments import check_size, in_segments
 
                 check_size(segment_tokens)
-                if not can_cut_rows():
-                    got, fix = f"Transformers {transformers.__version__}", "pip install --upgrade transformers."
-                    raise input_error("Transformers 5.24 or later for segment_tokens", got, fix)
+                check_checkpointing("segment_tokens")
                 options = _without_reentrant(options, "segment_tokens")
             if not isinstance(offload, bool) and offload != "auto":
                 raise input_error('offload of True, False or "auto"', repr(offload))
@@ -215,11 +214,3 @@ def _without_reentrant(options: dict[str, Any], name: str) -> dict[str, Any]:
     if options.get("use_reentrant"):
         raise input_error(f"use_reentrant=False with {name}", "use_reentrant=True", "Leave it out.")
     return options | {"use_reentrant": False}
-
-
-def _selecting(options: dict[str, Any], context_fn: Callable) -> dict[str, Any]:
-    """Add `context_fn` to the options of `torch.utils.checkpoint.checkpoint`, or raise a `ValueError`."""
-    if options.get("use_reentrant") or "context_fn" in options:
-        got = "context_fn" if "context_fn" in options else f"use_reentrant={options['use_reentrant']}"
-        raise input_error("use_reentrant=False and no context_fn with keep_attention", got, "Leave it out.")
-    return options | {"use_reentrant": False, "context_fn": context_fn}

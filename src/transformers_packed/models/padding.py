@@ -199,8 +199,8 @@ def padded_batch(model: Any, inputs: dict[str, Any], boundaries: SequenceBoundar
         `ValueError`: the mask has other numbers than 0 and 1.
     """
     mask, tokens = inputs.get("attention_mask"), tokens_of(inputs)
-    packs_all = _packs_all(model, tokens)
-    if mask is None and boundaries is None and tokens is not None and packs_all:
+    packs_all = boundaries is None and _packs_all(model, tokens)
+    if mask is None and tokens is not None and packs_all:
         mask = torch.ones(tokens.shape[:2], dtype=torch.long)
     real = None if mask is None or not is_padding(mask) else read_padding(mask)
     shares = model.share_prompts and "prompt_ids" not in inputs

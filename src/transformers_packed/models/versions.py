@@ -85,14 +85,27 @@ def checkpointing_argument() -> str:
     return "activation_checkpointing" if can_select_checkpoints() else "gradient_checkpointing"
 
 
+# The first releases whose gradient checkpointing has the options `every_n_layers` and `offload`, and leaves the hooks of a
+# layer outside, which then run once for a row.
+_SELECTS, _CUTS = "5.23", "5.24"
+
+
 def can_select_checkpoints() -> bool:
-    """Whether gradient checkpointing has the options `every_n_layers` and `offload`, which 5.23 added."""
-    return Version(transformers.__version__) >= Version("5.23")
+    """Whether gradient checkpointing has the options `every_n_layers` and `offload`."""
+    return Version(transformers.__version__) >= Version(_SELECTS)
 
 
 def can_cut_rows() -> bool:
-    """Whether gradient checkpointing leaves the hooks of a layer outside, as 5.24 does. They run once for a row then."""
-    return Version(transformers.__version__) >= Version("5.24")
+    """Whether layers under gradient checkpointing can compute a row in segments."""
+    return Version(transformers.__version__) >= Version(_CUTS)
+
+
+def check_checkpointing(option: str, flag: str = "") -> None:
+    """Raise a `ValueError` if this release lacks an option of gradient checkpointing, which a command names by its `flag`."""
+    cuts = option == "segment_tokens"
+    if not (can_cut_rows() if cuts else can_select_checkpoints()):
+        expected = f"Transformers {_CUTS if cuts else _SELECTS} or later for {flag or option}"
+        raise input_error(expected, f"Transformers {transformers.__version__}", "pip install --upgrade transformers.")
 
 
 def has_post_expert_norm(experts: torch.nn.Module) -> bool:
