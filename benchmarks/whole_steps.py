@@ -10,6 +10,7 @@ between one GPU, DDP and FSDP2, as accelerate does for any Trainer:
     accelerate launch --config_file examples/fsdp2.yaml --num_processes 2 benchmarks/whole_steps.py --model 4B --profile
     python benchmarks/whole_steps.py --model 9B --checkpointing --optim flash_adamw_release --output optimizers.json
     python benchmarks/whole_steps.py --model 27B --weights bfloat16 --lora --checkpointing --offload --tokens 65536
+    python benchmarks/whole_steps.py --model 4B --weights bfloat16 --lora --checkpointing --tokens 65536 --one-document --segment-tokens 16384
 
 The time of a step is the mean of `--steps` steps after `--warmup` others. `--profile` adds a step under torch's profiler:
 the time of kernels, how much of the communication no computation covers, and how often the host waited for the GPU or copied
@@ -48,7 +49,12 @@ PEAK_FLOPS = 989.4e12
 # Frozen weights that `make_base` makes.
 STORED = ("float8", "nf4", "fp8", "nvfp4", "awq")
 # The options that a result repeats.
-SETTINGS = "model weights tokens optim checkpointing offload lora linear float8 graphs waits ddp_find_unused_parameters comm_hook".split()
+SETTINGS = "model weights tokens one_document optim checkpointing offload segment_tokens lora linear float8 graphs waits ddp_find_unused_parameters comm_hook".split()
+
+
+def lengths_of(args, seed: int = 0) -> list[int]:
+    """The lengths of the documents of a full row."""
+    return [args.tokens] if args.one_document else sample_lengths("lognormal", args.tokens, seed)
 
 
 def samples_of(config: dict, args, rows: int) -> list[dict]:
@@ -56,7 +62,7 @@ def samples_of(config: dict, args, rows: int) -> list[dict]:
     found = []
     for seed in range(rows):
         generator = torch.Generator().manual_seed(seed)
-        for n in sample_lengths("lognormal", args.tokens, seed):
+        for n in lengths_of(args, seed):
             ids = torch.randint(1, config["vocab_size"], (n,), generator=generator).tolist()
             found.append({"input_ids": ids, "labels": ids})
     return found
@@ -183,8 +189,10 @@ def measure(args, config: dict) -> dict:
     set_seed(0)
     checkpointing, optimizer = checkpointing_argument(), OPTIMIZERS.get(args.optim)
     options = {checkpointing: args.checkpointing}
-    if args.offload is not None:
-        options[f"{checkpointing}_kwargs"] = {"use_reentrant": False, "offload": args.offload}
+    given = {"offload": args.offload, "segment_tokens": args.segment_tokens}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if chosen:
+        options[f"{checkpointing}_kwargs"] = {"use_reentrant": False} | chosen
     options |= {"optim": args.optim} if optimizer is None else arguments_for(args.optim)
     # FSDP2 would copy them to float32 for mixed precision.
     kept = optimizer is not None and args.weights == optimizer.weights == "bfloat16" and not args.lora
@@ -242,7 +250,7 @@ def measure(args, config: dict) -> dict:
         model.get_decoder().layers[-1].register_forward_pre_hook(clock.note_addresses)
     trainer.train()
     seconds = (clock.times[clock.last] - clock.times[clock.first]) / args.steps
-    lengths = sample_lengths("lognormal", args.tokens)
+    lengths = lengths_of(args)
     # Rows are not quite full.
     tokens = sum(clock.tokens[clock.first : clock.last]) / args.steps
     flops = model_flops(config, lengths, frozen=args.lora) * tokens / args.tokens
@@ -278,10 +286,14 @@ def main() -> int:
     parser.add_argument("--weights", choices=("float32", "bfloat16", *STORED), help=weights)
     parser.add_argument("--tokens", type=int, default=16384, help="of each GPU's row")
     optim = f"{', '.join(OPTIMIZERS)}, or another one of TrainingArguments"
+    parser.add_argument(
+        "--one-document", action="store_true", help="in each row, instead of documents of 480 on average"
+    )
     parser.add_argument("--optim", default=DEFAULT, metavar="NAME", help=optim)
     parser.add_argument("--checkpointing", action="store_true")
     offload = "keep the inputs of checkpointed layers in host memory (default: PackedTrainer decides)"
     parser.add_argument("--offload", action=argparse.BooleanOptionalAction, help=offload)
+    parser.add_argument("--segment-tokens", type=int, metavar="N", help="let layers compute segments of N tokens")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers and experts")
     parser.add_argument("--linear", action="store_true", help="with --lora, none on experts")
     parser.add_argument("--float8", action="store_true")
@@ -298,8 +310,8 @@ def main() -> int:
     parser.add_argument("--scratch", default="/tmp/whole_steps", help="folder of the trainer's files")
     parser.add_argument("--output", type=Path, help="add the result to this JSON file")
     args = parser.parse_args()
-    if args.offload is not None and not args.checkpointing:
-        parser.error("--offload and --no-offload need --checkpointing")
+    if (args.offload is not None or args.segment_tokens) and not args.checkpointing:
+        parser.error("--offload, --no-offload and --segment-tokens need --checkpointing")
     args.weights = args.weights or (OPTIMIZERS[args.optim].weights if args.optim in OPTIMIZERS else "float32")
     first = int(os.environ.get("RANK", 0)) == 0
     config = with_layers(MODELS[args.model], args.layers)

@@ -31,6 +31,7 @@ class MemoryCommandTest(unittest.TestCase):
             (["--weights", "bfloat16"], {}),
             (["--lora"], {"lora_rank": 16}),
             (["--lora", "--mtp", "--keep-attention"], {"lora_rank": 16, "mtp": True, "keep_attention": True}),
+            (["--lora", "--segment-tokens", 4096], {"lora_rank": 16, "segment_tokens": 4096}),
             (["--mtp-only"], {"weights": "float32", "mtp_only": True}),
             (["--lora", "--lora-rank", 8], {"lora_rank": 8}),
             (["--optim", "flash_adamw_release"], {"optimizer": "flash_adamw_release"}),

@@ -305,6 +305,9 @@ class CommandTest(unittest.TestCase):
         self.check_error("--max-length: expected at most --row-length, 9 tokens", "--max-length=10", "--row-length=9")
         shared = "--sequence-parallel-size"
         self.check_error(f"--every-turn without {shared}, got both. Remove", "--every-turn", f"{shared}=2")
+        cut = ("--gradient-checkpointing", "--segment-tokens=auto")
+        self.check_error(f"--segment-tokens without {shared}, got both. Remove", *cut, f"{shared}=2")
+        self.check_error("--segment-tokens: expected a number of tokens with --teacher, got auto", *cut, "--teacher=x")
         with mock.patch("datasets.__version__", "3.6.0"):
             self.check_error("needs datasets >= 4, which does not run dataset code", data="a/name")
         with mock.patch.object(early, "find_spec", lambda name: None):
@@ -332,6 +335,20 @@ class CommandTest(unittest.TestCase):
         with mock.patch.object(versions, "can_cut_rows", lambda: False):
             message = "expected Transformers 5.24 or later for --segment-tokens, got Transformers 5"
             self.check_error(message, "--gradient-checkpointing", "--segment-tokens=64")
+
+    @unittest.skipUnless(can_cut_rows(), "needs Transformers 5.24")
+    def test_segments_by_memory(self):
+        """A CPU has none that is known. With memory, the segments are those of the plan."""
+        for chosen in (None, 64):
+            found = mock.patch.object(finetune, "chosen_segments", return_value=chosen)
+            where = found if chosen else contextlib.nullcontext()
+            options = ("--max-steps=1", "--gradient-checkpointing", "--segment-tokens=auto")
+            with where, mock.patch.object(finetune, "TrainingArguments", wraps=finetune.TrainingArguments) as given:
+                out = self.succeeds(*options, output=self.directory / f"{chosen}")
+            line = "--segment-tokens auto: the memory of a step on a CPU is not known, so rows are not cut."
+            self.assertEqual(line in out, chosen is None)
+            kwargs = given.call_args.kwargs[f"{checkpointing_argument()}_kwargs"]
+            self.assertEqual(kwargs.get("segment_tokens"), chosen)
 
     def test_bad_datasets(self):
         start = "^transformers-packed train: --data: "

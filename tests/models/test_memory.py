@@ -3,24 +3,30 @@
 The kernels of this package run in Triton's interpreter. In place of other kernels, stand-ins save what these save.
 """
 
+import gc
+from functools import partial
 from importlib import import_module
 from unittest import mock
 
 import torch
+from common.memory import Memory
 from mixins.patch import OTHERS
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from transformers_packed import DataCollatorWithFlattening, add_mtp, registered
+from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries, add_mtp, registered
 from transformers_packed.boundaries import CHUNK_SIZE
+from transformers_packed.models import segments
 from transformers_packed.models.families import sizes_of
-from transformers_packed.models.memory import head_memory, layer_memory
+from transformers_packed.models.memory import Lora, head_memory, layer_memory, segment_memory
 from transformers_packed.models.trunk_row import TrunkRow
 from transformers_packed.ops.dispatch import Implementation
+from transformers_packed.parallel import mixers
 
 
 TOKENS = 16
+SEGMENT = 16
 TINY = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -168,3 +174,123 @@ class SavedTest(InterpretedKernelsTest):
             self.assertEqual(sorted(record.mixer.linears), found)
             # That of the output last.
             self.assertEqual(record.mixer.linears[-1][1], config.hidden_size)
+
+
+class Kernel(torch.autograd.Function):
+    """A kernel that saves its inputs and other tensors. Its backward returns gradients of all inputs, beside `scratch`."""
+
+    @staticmethod
+    def forward(ctx, outputs, saved, scratch, *inputs):
+        ctx.save_for_backward(*inputs, *saved)
+        ctx.scratch, ctx.number = scratch, len(inputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        # Checkpointing frees them as soon as nothing refers to them.
+        saved = ctx.saved_tensors
+        gc.collect()
+        found = [torch.zeros_like(x) for x in saved[: ctx.number]]
+        _ = [torch.zeros(shape, dtype=torch.bfloat16) for shape in ctx.scratch]
+        return None, None, None, *found
+
+
+def attend_in_segment(segment, module, query, key, value, impl, **options):
+    """As FlashAttention, whose backward makes gradients of keys and values per query head."""
+    size = query.shape[1], key.shape[2], query.shape[-1]
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    scratch = [size, size] if size[0] > key.shape[2] else []
+    output = torch.zeros_like(query)
+    return Kernel.apply((output,), [output], scratch, query, key, value)[0]
+
+
+def rule_in_segment(query, key, value, g, beta, initial_state=None, output_final_state=False, **options):
+    state, heads = torch.zeros(1, value.shape[2], query.shape[-1], value.shape[-1]), value.shape[:3]
+    saved = torch.zeros(*heads, CHUNK_SIZE, dtype=torch.bfloat16), torch.zeros(heads)
+    return Kernel.apply((torch.zeros_like(value), state), saved, [], query, key, value, g, beta, initial_state)
+
+
+class SegmentsTest(InterpretedKernelsTest):
+    """A layer that computes a row in segments, from its own input and the gradient of its own output."""
+
+    def layer(self, kind: str, **changes):
+        model_type, options = CONFIGS["qwen3_5"]
+        config = CONFIG_MAPPING[model_type](
+            **TINY | options | {"num_hidden_layers": 1, "layer_types": [kind], **changes}
+        )
+        with registered():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+        rules = import_module("transformers_packed.ops.gated_delta_rule").IMPLEMENTATIONS
+        self.enterContext(mock.patch.dict(rules, {"flash_qla": Implementation(rule_in_segment)}))
+        self.enterContext(mock.patch.object(mixers, "attention_of_part", attend_in_segment))
+        self.enterContext(mock.patch.object(segments, "_SMALLEST", SEGMENT))
+        return model.model, sizes_of(config)
+
+    def backward(self, model, row) -> tuple[int, int]:
+        """Bytes after the forward of the layer, and the most bytes in its backward, both without its output."""
+        layer, tokens = model.layers[0], row.total_length
+        x = torch.zeros(1, tokens, model.config.hidden_size, dtype=torch.bfloat16)
+        positions = model.rotary_emb(x, row.position_ids)
+        with Memory() as memory:
+            x = torch.zeros_like(x).requires_grad_()
+            output = layer(x, boundaries=row, position_embeddings=positions, position_ids=None, attention_mask=None)
+            # The interpreter's frames hold tensors in cycles.
+            gc.collect()
+            kept, memory.peak = memory.now, 0
+            output.backward(torch.zeros_like(output))
+        return kept - output.nbytes, memory.peak - output.nbytes
+
+    @parameterized.expand(TINY["layer_types"])
+    def test_a_longer_row_needs(self, kind):
+        """Inputs and their gradients, and what crosses the cuts, but no more activations."""
+        # Inputs of layers outweigh states, as in large models.
+        small = {"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        changes = small | {"hidden_size": 128} if kind == "linear_attention" else {}
+        model, sizes = self.layer(kind, **changes)
+        model.activation_checkpointing_enable({"segment_tokens": SEGMENT, "preserve_rng_state": False})
+        # Frozen weights have no gradients.
+        model.requires_grad_(False)
+        numbers = (6, 9) if kind == "full_attention" else (2, 4)
+        rows = [SequenceBoundaries.from_lengths([n * SEGMENT]) for n in numbers]
+        # What is derived from boundaries stays from the first backward on. A segment has some bytes more of them.
+        _, _, (kept, peak), (more_kept, more_peak) = (self.backward(model, row) for row in 2 * rows)
+        given = sizes, sizes.layers[0]
+        less, more = (segment_memory(*given, n * SEGMENT, SEGMENT, Lora(mtp_only=True)) for n in numbers)
+        inputs = (numbers[1] - numbers[0]) * SEGMENT * 2 * sizes.hidden
+        self.assertLess(abs((more_kept - kept) / (inputs + more[2] - less[2]) - 1), 0.1)
+        self.assertLess(abs((more_peak - peak) / (inputs + more[1] - less[1]) - 1), 0.06)
+
+    @parameterized.expand(TINY["layer_types"])
+    def test_a_segment_saves(self, kind):
+        """When it is computed again: its own activations, and all keys and values of the document up to it."""
+        model, sizes = self.layer(kind)
+        x = torch.zeros(1, 4 * SEGMENT, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        row = SequenceBoundaries.from_lengths([4 * SEGMENT])
+        positions = model.rotary_emb(x, row.position_ids)
+        others = {x.untyped_storage().data_ptr() for x in (x, *positions, *model.parameters())}
+        found = []
+
+        def checkpoint(function, *args):
+            storages = {}
+            found.append(storages)
+
+            def note(x):
+                storage = x.untyped_storage()
+                storages[storage.data_ptr()] = storage
+                return x
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+                return function(*args)
+
+        model.activation_checkpointing_enable({"segment_tokens": SEGMENT})
+        layer, mixer = model.layers[0], sizes.layers[0].mixer
+        layer._gradient_checkpointing_func = partial(segments.in_segments, SEGMENT, checkpoint)
+        output = layer(x, boundaries=row, position_embeddings=positions, position_ids=None, attention_mask=None)
+        self.assertEqual((len(found), output.shape), (4, x.shape))
+        alone = segment_memory(sizes, sizes.layers[0], 4 * SEGMENT, SEGMENT)[0]
+        for number, storages in enumerate(found):
+            saved = sum(x.nbytes() for place, x in storages.items() if place not in others)
+            # The state before a segment.
+            saved -= 4 * mixer.state if kind == "linear_attention" else 0
+            earlier = number * SEGMENT * 2 * 2 * mixer.kv_heads * mixer.dim if kind == "full_attention" else 0
+            self.assertLess(abs(saved / (alone + earlier) - 1), 0.04, number)

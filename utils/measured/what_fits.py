@@ -21,7 +21,9 @@ def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[
                 arm = run["arms"][name]
                 add(found, run, trained, arm["median_ms"], arm["peak_GiB"], "H200", optimizer=False)
     for run in whole_steps:
-        if "error" not in run and run["kind"] != "ddp" and not run["graphs"]:
+        # Rows of one document are slower, and segments take less.
+        others = run["graphs"] or run.get("one_document") or run.get("segment_tokens")
+        if "error" not in run and run["kind"] != "ddp" and not others:
             trained, gpu = "LoRA" if run["lora"] else "full", other_tools.gpu(run["machine"])
             trained = "QLoRA" if run["weights"] == "nf4" else trained
             add(found, run, trained, run["step_ms"], run["peak_GiB"], "2 x " * (run["gpus"] > 1) + gpu)

@@ -53,6 +53,7 @@ from .folder_trainer import RunFolderTrainer
 from .lines import duration, say
 from .process import raise_on_interrupt
 from .run_folder import SETTINGS_FILE, check_same_settings, left, write_settings
+from .segments import chosen_segments
 
 
 KEPT_CHECKPOINTS = 2
@@ -109,6 +110,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         if trains:
             check_head(config, option)
     check_vocabulary(model, samples)
+    settings.segment_tokens = chosen_segments(model, samples, settings, dtype, device_of_this_process())
     if settings.teacher:
         settings.options["teacher"] = load_teacher(settings, tokenizer, model)
     trainer = make_trainer(model, tokenizer, samples, settings, dtype)

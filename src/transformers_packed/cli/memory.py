@@ -7,9 +7,11 @@ exchange.
     transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 1 --gpu-memory 80 --row-length 16384 --optim flash_adamw_release
     transformers-packed memory --model Qwen/Qwen3.5-35B-A3B --gpus 1 --gpu-memory 80 --row-length 16384 --lora --load-in-4bit
     transformers-packed memory --model Qwen/Qwen3.5-4B --gpus 1 --gpu-memory 80 --row-length 65536 --lora --mtp --keep-attention
+    transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 1 --gpu-memory 80 --row-length 524288 --lora --segment-tokens 32768
 """
 
 import argparse
+from functools import partial
 
 from ..errors import input_error
 from .options import Parser, positive_float, positive_int
@@ -31,6 +33,10 @@ def add_options(parser: Parser) -> None:
     shared("--mtp-only", to=head)
     kept = "do not recompute attention with gradient checkpointing"
     add("--keep-attention", action="store_true", help=kept)
+    cut = (
+        "checkpointed layers compute segments of N tokens (default: the plan names segments if whole rows do not fit)"
+    )
+    add("--segment-tokens", type=partial(positive_int, lowest=64), metavar="N", help=cut)
     shared("--gradient-accumulation-steps", "--optim", "--trust-remote-code")
 
 
@@ -61,5 +67,6 @@ def run(args: argparse.Namespace) -> None:
         mtp=args.mtp,
         mtp_only=args.mtp_only,
         keep_attention=args.keep_attention,
+        segment_tokens=args.segment_tokens,
     )
     print(plan.summary())

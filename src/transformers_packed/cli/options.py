@@ -159,6 +159,11 @@ def positive_int(text: str, lowest: int = 1) -> int:
     return number
 
 
+def segment_tokens(text: str) -> int | str:
+    """The `type` of options for tokens of a segment, which `auto` chooses from the memory."""
+    return text if text == AUTO else positive_int(text, lowest=64)
+
+
 def positive_float(text: str) -> float:
     """The `type` of options for positive numbers."""
     try:
@@ -189,6 +194,7 @@ _ALONE = r"(?<![\w./`'-])"
 LONGEST_SAMPLE = 2048
 SAMPLES = 8
 _LORA_RANK = 16
+AUTO = "auto"
 # Options without effect unless another one is given, and the reason.
 _NEEDS = {
     "--lora-rank": ("--lora", "without it, all parameters are trained"),

@@ -16,14 +16,13 @@ import argparse
 import os
 import sys
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 
 from ..errors import input_error
 from ..training.options import Options, TrainingOptions
 from .early import check_data, check_packages, check_source
 from .lines import say
-from .options import LONGEST_SAMPLE, SAMPLES, Parser, positive_float, positive_int
+from .options import AUTO, LONGEST_SAMPLE, SAMPLES, Parser, positive_float, positive_int, segment_tokens
 from .run_folder import find_checkpoint
 
 
@@ -75,8 +74,8 @@ def add_options(parser: Parser) -> None:
     kept = "do not recompute attention, which is faster for long documents"
     add("--keep-attention", action="store_true", help=kept)
     count("--every-n-layers", "checkpoint every n-th layer (default: all layers)")
-    cut = "compute layers in segments of N tokens, which needs less memory (default: whole rows)"
-    add("--segment-tokens", type=partial(positive_int, lowest=64), metavar="N", help=cut)
+    cut = "compute layers in segments of N tokens, which needs less memory; auto: the longest that fit (default: whole rows)"
+    add("--segment-tokens", type=segment_tokens, metavar=f"N|{AUTO}", help=cut)
     count("--save-steps", "steps between checkpoints, of which two are kept (default: none)")
     count("--logging-steps", "steps between logged losses", 10)
     add("--resume", action="store_true", help="continue from the last checkpoint in --output")
@@ -84,14 +83,23 @@ def add_options(parser: Parser) -> None:
     shared("--trust-remote-code", help="run code of the tokenizer")
 
 
+def _check_together(args: argparse.Namespace) -> None:
+    """Raise a `ValueError` for options that exclude each other."""
+    if args.mtp_only and args.lora:
+        raise input_error("--mtp-only without --lora", "both", "Adapters would not be trained.", option="--mtp-only")
+    shared = "--sequence-parallel-size"
+    for option in ("--every-turn", "--segment-tokens"):
+        if getattr(args, option[2:].replace("-", "_")) and args.sequence_parallel_size > 1:
+            raise input_error(f"{option} without {shared}", "both", f"Remove {shared}.", option=option)
+    if args.segment_tokens == AUTO and args.teacher:
+        fix = "The plan of memory leaves teachers out."
+        raise input_error("a number of tokens with --teacher", AUTO, fix, option="--segment-tokens")
+
+
 def run(args: argparse.Namespace) -> None:
     """Train and save the model."""
     args.max_length = args.max_length or args.row_length or LONGEST_SAMPLE
-    if args.mtp_only and args.lora:
-        raise input_error("--mtp-only without --lora", "both", "Adapters would not be trained.", option="--mtp-only")
-    if args.every_turn and args.sequence_parallel_size > 1:
-        option = "--sequence-parallel-size"
-        raise input_error(f"--every-turn without {option}", "both", f"Remove {option}.", option="--every-turn")
+    _check_together(args)
     size, processes = args.sequence_parallel_size, int(os.environ.get("WORLD_SIZE", 1))
     if processes % size:
         fix = f"Start the command with torchrun --no-python --nproc_per_node {size}."

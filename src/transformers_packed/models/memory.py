@@ -96,6 +96,14 @@ def layer_memory(
 
     `stream` is the width of the hidden states between layers in bytes.
     """
+    kept, mlp, mixer = _kept_and_made(sizes, layer, max_length, size, attention, lora, stream)
+    return kept, max(mlp, mixer)
+
+
+def _kept_and_made(
+    sizes: Sizes, layer: Layer, max_length: int, size: int, attention: str | None, lora: Lora, stream: int
+) -> tuple[float, float, float]:
+    """Bytes that a layer saves for backward, and additional bytes in the backward of its MLP, and in that of its mixer."""
     tokens, hidden, whole_row = -(-max_length // size), sizes.hidden, 0
     if isinstance(layer.mixer, DeltaRule):
         kept, made = _of_delta_rule(layer.mixer)
@@ -120,23 +128,82 @@ def layer_memory(
     # The backward of the MLP comes first, with the gradient of the layer's output. It then frees the MLP's
     # activations.
     mlp = tokens * (stream * hidden + HALF * mlp_made) + _copies(layer.mlp, hidden, lora)
-    return HALF * (tokens * kept + whole_row), max(mlp, HALF * tokens * (made - mlp_kept))
+    return HALF * (tokens * kept + whole_row), mlp, HALF * tokens * (made - mlp_kept)
+
+
+def segment_memory(
+    sizes: Sizes, layer: Layer, tokens: int, segment: int, lora: Lora = ALL_TRAINED, stream: int = HALF
+) -> tuple[float, float, float]:
+    """Bytes of a checkpointed layer that computes a row of one document in segments, beside the layer's input.
+
+    The first are those that a segment saves when it is computed again, and the second the peak of additional bytes in the
+    backward of the layer. The third are those that the layer keeps until then: what its segments hand on.
+    """
+    kept, mlp, mixer = _kept_and_made(sizes, layer, segment, 1, None, lora, stream)
+    given, last, largest = stream * sizes.hidden, -(-tokens // segment) - 1, 0
+    if not lora.freezes:
+        # The gradient of a matrix before it is added to that of later segments.
+        width = 2 * layer.mlp.width * layer.mlp.number if isinstance(layer.mlp, Experts) else layer.mlp
+        largest = stream * sizes.hidden * width
+    # What a segment hands on, keys and values per token, and what each token before a segment adds to what it saves and to
+    # the backward of its mixer.
+    handed, token, again, made = _across_cuts(layer.mixer, segment)
+
+    def most_in(number: int) -> float:
+        """Bytes in the backward of a segment beside those that it would need alone."""
+        earlier, later = number * segment, last - number
+        # The gradients of keys and values by later segments. Those by the last segment are parts of one tensor.
+        summed = 0 if later == 0 else tokens if later == 1 else earlier + segment
+        # The gradients of the layer's output, of which its own one is a part, and of the inputs of later segments.
+        row = given * (tokens + later * segment)
+        in_mixer = mixer + made * earlier
+        return (
+            max(mlp - given * segment + largest, in_mixer) + number * handed + again * earlier + token * summed + row
+        )
+
+    # The bytes change by the same amount from each segment to the next, but for the last ones.
+    most = max(most_in(number) for number in (0, last - 2, last - 1, last) if number >= 0)
+    return kept - given * segment, most, last * handed
+
+
+def _across_cuts(mixer: Attention | DeltaRule, segment: int) -> tuple[int, int, int, int]:
+    """Bytes that a segment of a document hands on, of its keys and values per token, and that a token before it adds.
+
+    The last two are added to what it saves, and to what its backward makes.
+    """
+    if isinstance(mixer, DeltaRule):
+        # The state, and the tokens of the convolution's window.
+        return FULL * mixer.state + HALF * (mixer.window - 1) * (2 * mixer.keys + mixer.values), 0, 0, 0
+    token = HALF * mixer.kv_heads * (mixer.dim + mixer.value_dim)
+    # Kernels get keys and values in one tensor each, and values of the size of keys. They make gradients of them per query
+    # head before they add these up.
+    again, by_head = HALF * 2 * mixer.kv_heads * mixer.dim, HALF * 2 * mixer.heads * mixer.dim
+    return segment * token, token, again, again + (by_head if mixer.heads > mixer.kv_heads else 0)
 
 
 def head_memory(
-    sizes: Sizes, max_length: int, size: int, attention: str | None, alone: bool, stream: int = HALF
+    sizes: Sizes,
+    max_length: int,
+    size: int,
+    attention: str | None,
+    alone: bool,
+    stream: int = HALF,
+    segment: int | None = None,
 ) -> tuple[float, float, float]:
     """Bytes as in [`layer_memory`] for a head of multi-token prediction, and what it saves beside its layer.
 
-    `alone` says that it is trained alone.
+    `alone` says that it is trained alone. With a `segment`, they are those of [`segment_memory`].
     """
-    tokens = -(-max_length // size) * sizes.hidden
-    kept, made = layer_memory(sizes, sizes.head, max_length, size, attention, ALL_TRAINED, stream)
+    tokens, held = -(-max_length // size) * sizes.hidden, 0.0
+    if segment is None:
+        kept, made = layer_memory(sizes, sizes.head, max_length, size, attention, ALL_TRAINED, stream)
+    else:
+        kept, made, held = segment_memory(sizes, sizes.head, max_length, segment, ALL_TRAINED, stream)
     # The embeddings of the next tokens and, without a loss of the trunk that counts them, the hidden states, which two
     # norms save, and the outputs of these, which the first linear layer saves.
     beside = tokens * ((1 + alone) * stream + 2 * HALF)
     # The input and output of the last norm of the trunk, and the gradients of both hidden states, in one tensor.
-    return kept + beside, made + (0 if alone else 4 * stream * tokens), beside
+    return kept + beside, made + (0 if alone else 4 * stream * tokens), beside + held
 
 
 def attention_output(layer: Layer, tokens: int) -> float:

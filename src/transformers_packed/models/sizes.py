@@ -52,6 +52,11 @@ class DeltaRule:
         """Value values per token."""
         return self.heads * self.value_dim
 
+    @property
+    def state(self) -> int:
+        """The values of a state."""
+        return self.heads * self.key_dim * self.value_dim
+
 
 @dataclass(frozen=True)
 class Experts:

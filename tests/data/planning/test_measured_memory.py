@@ -125,8 +125,10 @@ def computed(file, run):
         1,
         2 if spread == "EP" else 1,
         "kept" in words,
+        run.get("segment_tokens"),
     )
     kept = ", attention kept" if "kept" in words else ""
+    kept += f", segments of {run['segment_tokens']:,}" if run.get("segment_tokens") else ""
     head = {"": "", "mtp": ", MTP", "mtp-only": ", MTP alone"}[mtp]
     own = config.num_hidden_layers == MIXTURES[model]().num_hidden_layers if model in MIXTURES else True
     shape = f"{HYBRIDS.get(model, model)}{'' if own else f', {layers} layers'}"
@@ -143,6 +145,14 @@ def computed(file, run):
 
 class MeasuredMemoryTest(unittest.TestCase):
     """[`why_left_out`] says which steps are left out."""
+
+    def test_reads_the_segments_of_a_step(self):
+        run = {"model": "4B", "weights": "bfloat16", "tokens": 2**16, "lora": True, "checkpointing": True}
+        run |= {"optim": DEFAULT, "kind": "one", "under": ("runs",)}
+        (row, whole), (cut_row, cut) = (computed("whole_steps", run | {"segment_tokens": n}) for n in (None, 2**14))
+        self.assertEqual(row, "4B LoRA, bfloat16 65,536 with")
+        self.assertEqual(cut_row, "4B LoRA, bfloat16, segments of 16,384 65,536 with")
+        self.assertLess(cut, whole - 3)
 
     def test_fits_every_step(self):
         rows, files = set(), set()

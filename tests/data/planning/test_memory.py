@@ -360,6 +360,64 @@ class PlanTest(unittest.TestCase):
         self.assertIn("every_n_layers=2, keep_attention=True", kept.summary())
         self.assertNotIn("keep_attention", usual.summary())
 
+    def test_segments(self):
+        """Named if the row of one GPU does not fit, and the longest that do."""
+        config, given = Qwen3_5TextConfig(**SIZES["4B"]), {"lora_rank": 16}
+        plan = plan_sequence_parallel(config, 2**18, 8, 40, **given)
+        self.assertEqual((plan.needed[2], plan.segments[:2]), (2, (None, None)))
+        tokens = plan.segments[2]
+        self.assertIn(f"GiB of host memory per GPU; P = 1 with segment_tokens={tokens}", plan.summary())
+        totals = [
+            plan_sequence_parallel(config, 2**18, 8, 500, **given, segment_tokens=n).options[1][2].total
+            for n in (tokens, 2 * tokens)
+        ]
+        self.assertLessEqual(totals[0], 0.9 * 40 * GIB)
+        self.assertGreater(totals[1], 0.9 * 40 * GIB)
+        # Parts of a row are not cut.
+        plan = plan_sequence_parallel(config, 2**18, 8, 40, **given, segment_tokens=tokens)
+        self.assertEqual((list(plan.options), plan.needed, plan.segments), ([1], (None, None, 1), (None,) * 3))
+        self.assertIn(f"rows of 262,144 tokens in segments of {tokens:,}, 8 GPUs", plan.summary())
+        self.assertIn(f"every_n_layers=1, segment_tokens={tokens}, ", plan.summary())
+        message = "got 36. Pass segment_tokens=65536 and offload, use more GPUs or shorter rows."
+        with self.assertRaisesRegex(ValueError, message):
+            plan_sequence_parallel(config, 2**18, 1, 36, **given)
+
+    def test_segments_of_checkpointed_layers(self):
+        """Layers save what crosses the cuts, and their backward needs the activations of a segment."""
+        config = Qwen3_5TextConfig(**SIZES["4B"])
+        sizes, tokens, segment = sizes_of(config), 2**16, 2**13
+        given = sizes, Parameters.of(config), tokens, 1, 1, 2
+        attention, rule = sizes.attention, sizes.delta_rule
+        across = 8 * 7 * segment * 2 * attention.kv_heads * 2 * attention.dim
+        across += 24 * 7 * (4 * rule.state + 2 * 3 * (2 * rule.keys + rule.values))
+
+        def need(cut, checkpointed=(True,) * 32, offload=False, **options):
+            lora, optimizer = Lora(16), OPTIMIZERS[DEFAULT]
+            return step_memory(*given, checkpointed, offload, None, lora, optimizer, segment_tokens=cut, **options)
+
+        whole, cut, longer = (need(n) for n in (None, segment, tokens))
+        self.assertEqual(longer, whole)
+        self.assertEqual(cut.saved - whole.saved, across)
+        self.assertLess(cut.working, 0.4 * whole.working)
+        # Layers without checkpointing are not cut.
+        self.assertEqual(need(segment, (False,) * 32), need(None, (False,) * 32))
+        # The inputs of all segments together are those of the row. The host has them, and the GPU one at a time.
+        in_host, of_segments = need(None, offload=True), need(segment, offload=True)
+        self.assertEqual(of_segments.host, in_host.host)
+        self.assertGreater(cut.total - of_segments.total, whole.total - in_host.total)
+        # Attention that is kept is that of the whole row.
+        kept = need(segment, keep_attention=True)
+        self.assertEqual(kept.saved - cut.saved, need(None, keep_attention=True).saved - whole.saved)
+
+    def test_segments_of_a_head(self):
+        config = Qwen3_5TextConfig(**SIZES["4B"])
+        for options in ({"mtp": True}, {"mtp_only": True}):
+            whole, cut = (
+                plan_sequence_parallel(config, 2**16, 1, 500, **options, segment_tokens=n).options[1][1]
+                for n in (None, 2**13)
+            )
+            self.assertLess(cut.total, whole.total - 2**30)
+
     def test_a_head(self):
         """Alone, it saves nothing of other layers. Beside them, the product of both losses has twice as many tokens."""
         config = Qwen3_5TextConfig(**SIZES["4B"])
@@ -456,6 +514,7 @@ class PlanTest(unittest.TestCase):
             ),
             ("no row", {"max_length": 0}, "max_length above 0"),
             ("weights", {"weights": "int8"}, "weights"),
+            ("segments", {"segment_tokens": 63}, "segment_tokens of at least 64, got 63"),
             ("rank", {"lora_rank": -1}, "lora_rank of at least 0"),
             ("no experts", {"expert_parallel": 2}, "a mixture of experts, with expert_parallel, got qwen3_5_text"),
             ("method", {"attention": "ring"}, "expected attention of .*gather.*, got 'ring'"),

@@ -5,8 +5,8 @@ measurements. Bytes are per GPU. Computation is in bfloat16.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
@@ -16,10 +16,12 @@ from ...models.families import sizes_of
 from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, Lora, way_of_attention
 from ...models.mtp_head import check_declared
 from ...models.optimizers import DEFAULT, OPTIMIZERS, check_optimizer
+from ...models.segments import check_size
 from ...models.sizes import Sizes
 from ...ops.moe import MAX_RANK
 from ...parallel.groups import check_methods
 from ...parallel_methods import AttentionMethod, DeltaRuleMethod
+from .segments import choose_segment
 from .step_memory import Parameters, StepMemory, checkpointed_layers, is_sharded, step_memory
 
 
@@ -84,6 +86,11 @@ class SequenceParallelPlan:
             The dtype of the weights, as in [`plan_sequence_parallel`].
         keep_attention (`bool`):
             Whether gradient checkpointing keeps the outputs of attention.
+        segment_tokens (`int`, *optional*):
+            Tokens of the segments in which checkpointed layers compute a row.
+        segments (three `int`, *optional*):
+            If a row of one GPU does not fit, the tokens of the longest segments with which it does, in each of these ways.
+            `None` if none are necessary, or if none fit.
     """
 
     config: PreTrainedConfig
@@ -100,6 +107,8 @@ class SequenceParallelPlan:
     expert_parallel: int = 1
     weights: str = "bfloat16"
     keep_attention: bool = False
+    segment_tokens: int | None = None
+    segments: tuple[int | None, ...] = (None,) * len(_WAYS)
 
     @property
     def size(self) -> int:
@@ -108,9 +117,10 @@ class SequenceParallelPlan:
 
     def _verdict(self, way: int) -> str:
         """The smallest `P` of one of the ways, with its options."""
-        size, every = self.needed[way], self.every_n_layers[way]
+        size, every, segment = self.needed[way], self.every_n_layers[way], self.segments[way]
+        cut = f"; P = 1 with segment_tokens={segment}" if segment else ""
         if size is None:
-            return "none fits"
+            return f"none fits{cut}"
         if every is None:
             return f"P = {size}"
         # Buffers are up to a sixteenth larger than a checkpoint.
@@ -118,9 +128,9 @@ class SequenceParallelPlan:
         chosen = chosen[-1:] if self.lora.mtp_only else chosen
         host = self.options[size][way].host * sum(chosen) / len(chosen) * 17 / 16
         kept = ", keep_attention=True" if self.keep_attention else ""
-        return f"P = {size}, every_n_layers={every}{kept}" + (
-            f", {_gib(host)} GiB of host memory per GPU" if host else ""
-        )
+        kept += f", segment_tokens={self.segment_tokens}" if self.segment_tokens else ""
+        in_host = f", {_gib(host)} GiB of host memory per GPU" if host else ""
+        return f"P = {size}, every_n_layers={every}{kept}{in_host}{cut}"
 
     def summary(self) -> str:
         """The plan as text."""
@@ -144,8 +154,9 @@ class SequenceParallelPlan:
         quantized = (
             f" ({self.parameters.quantized / 1e9:.2f} B in {stored.title})" if stored not in (None, NF4) else ""
         )
+        cut = f" in segments of {self.segment_tokens:,}" if self.segment_tokens else ""
         lines = [
-            f"{self.config.model_type} with {_counts(self.parameters, self.lora, quantized)}, rows of {self.max_length:,} tokens, {count(self.gpus, 'GPU')} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
+            f"{self.config.model_type} with {_counts(self.parameters, self.lora, quantized)}, rows of {self.max_length:,} tokens{cut}, {count(self.gpus, 'GPU')} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
             f"{where}: weights {_gib(need.weights)} GiB ({self.weights}), gradients {_gib(need.gradients)} GiB, {states} "
             f"{_gib(need.moments)} GiB",
             *gathered,
@@ -199,6 +210,7 @@ def plan_sequence_parallel(
     mtp: bool = False,
     mtp_only: bool = False,
     keep_attention: bool = False,
+    segment_tokens: int | None = None,
     gated_delta_rule: DeltaRuleMethod = "state",
     attention: AttentionMethod | None = None,
 ) -> SequenceParallelPlan:
@@ -239,6 +251,8 @@ def plan_sequence_parallel(
             Train it alone. The rest is frozen and runs without gradients.
         keep_attention (`bool`, *optional*, defaults to `False`):
             Let gradient checkpointing keep the outputs of softmax attention.
+        segment_tokens (`int`, *optional*):
+            Let checkpointed layers compute rows in segments of so many tokens. No row is then shared.
         gated_delta_rule (`str`, *optional*):
             As in [`SequenceParallel`].
         attention (`str`, *optional*):
@@ -277,16 +291,14 @@ def plan_sequence_parallel(
         check_declared(config, True)
     if expert_parallel != 1:
         _check_spread(expert_parallel, gpus, sizes, config.model_type, lora, optimizer, mtp)
-    # Each part must cover the receptive field of the convolution.
-    most = max(1, max_length // max(1, sizes.delta_rule.window - 1))
-    divisors = [size for size in range(1, min(gpus, most) + 1) if gpus % size == 0]
+    divisors = _divisors(gpus, max_length, sizes, segment_tokens)
     fitting, unfit = _that_fit_heads(divisors, sizes, gated_delta_rule, attention)
     parameters = Parameters.of(config, mtp)
 
-    def need(size: int, every_n_layers: int, offload: bool) -> StepMemory:
+    def need(size: int, every_n_layers: int, offload: bool, segment: int | None = segment_tokens) -> StepMemory:
         given = sizes, parameters, max_length, size, gpus, _WIDTHS[weights]
         checkpointed = checkpointed_layers(config, every_n_layers, mtp)
-        options = offload, attention, lora, adamw, rows, expert_parallel, keep_attention
+        options = offload, attention, lora, adamw, rows, expert_parallel, keep_attention, segment
         return step_memory(*given, checkpointed, *options)
 
     def fewest(size: int | None, offload: bool) -> int | None:
@@ -299,7 +311,8 @@ def plan_sequence_parallel(
     every = (None, fewest(needed[1], False), fewest(needed[2], True))
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
     found = config, parameters, max_length, gpus, memory, options, needed, every, methods, lora, optimizer
-    plan = SequenceParallelPlan(*found, expert_parallel, weights, keep_attention)
+    plan = SequenceParallelPlan(*found, expert_parallel, weights, keep_attention, segment_tokens)
+    plan = replace(plan, segments=_segments(plan, lambda offload, tokens: need(1, 1, offload, tokens)))
     if not any(needed):
         raise _nothing_fits(plan, unfit)
     return plan
@@ -345,6 +358,35 @@ def _check_spread(
         raise error
 
 
+def _divisors(gpus: int, max_length: int, sizes: Sizes, segment_tokens: int | None) -> list[int]:
+    """The numbers of processes among which a row can be shared evenly."""
+    # Each part must cover the receptive field of the convolution.
+    most = max(1, max_length // max(1, sizes.delta_rule.window - 1))
+    if segment_tokens is not None:
+        check_size(segment_tokens)
+        # Parts of a row are not cut again.
+        most = 1
+    return [size for size in range(1, min(gpus, most) + 1) if gpus % size == 0]
+
+
+def _segments(
+    plan: SequenceParallelPlan, need: Callable[[bool, int | None], StepMemory]
+) -> tuple[int | None, int | None, int | None]:
+    """The longest segments with which a row of one GPU fits by each way, if it does not without them.
+
+    `need` is the memory with `offload` and with segments of so many tokens.
+    """
+
+    def longest(offload: bool) -> int | None:
+        if plan.segment_tokens or plan.needed[1 + offload] == 1:
+            return None
+        available = _available(plan.memory)
+        tokens, fits = choose_segment(lambda n: need(offload, n).total, plan.max_length, available)
+        return tokens if fits else None
+
+    return None, longest(False), longest(True)
+
+
 def _that_fit_heads(
     numbers: list[int], sizes: Sizes, gated_delta_rule: str, attention: str | None
 ) -> tuple[list[int], ValueError | None]:
@@ -367,13 +409,15 @@ def _nothing_fits(plan: SequenceParallelPlan, unfit: ValueError | None) -> Value
     """Create the error for a plan without an option that fits. `unfit` is why a number of processes is no option."""
     parameters, least = plan.parameters, min((ways[2] for ways in plan.options.values()), key=lambda need: need.total)
     sharded = least.weights + least.gradients + least.moments
+    cut = next((f"segment_tokens={n}{' and offload' * (way == 2)}" for way, n in enumerate(plan.segments) if n), None)
+    fix = f"Pass {cut}, use more GPUs or shorter rows" if cut else "Use more GPUs or shorter rows"
     return input_error(
         f"at least {_rounded_up(least.total / FILLED)} GiB per GPU for rows of {plan.max_length:,} tokens and "
         f"{_counts(parameters, plan.lora)} on {count(plan.gpus, 'GPU')} "
         f"({_gib(sharded)} for weights, gradients "
         f"and {'AdamW' if plan.optimizer == DEFAULT else plan.optimizer}, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
         f"{plan.memory:g}",
-        f"Use more GPUs or shorter rows{'.' if unfit is None else f'; a larger P does not fit the heads. {unfit}'}",
+        f"{fix}{'.' if unfit is None else f'; a larger P does not fit the heads. {unfit}'}",
     )
 
 
@@ -428,7 +472,11 @@ def exchanges(
 
 
 def _fits(need: StepMemory, memory: float) -> bool:
-    return need.total <= FILLED * memory * _GIB
+    return need.total <= _available(memory)
+
+
+def _available(memory: float) -> float:
+    return FILLED * memory * _GIB
 
 
 def _gib(count: float) -> str:

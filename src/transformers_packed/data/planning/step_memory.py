@@ -10,10 +10,20 @@ from ...models.checkpoint_kinds import kept_by
 from ...models.families import EXPERT_WEIGHTS, sizes_of
 from ...models.lora import adapted_layers
 from ...models.matrices import hidden_matrices
-from ...models.memory import ALL_TRAINED, FULL, HALF, Lora, attention_output, head_memory, layer_memory, loss_memory
+from ...models.memory import (
+    ALL_TRAINED,
+    FULL,
+    HALF,
+    Lora,
+    attention_output,
+    head_memory,
+    layer_memory,
+    loss_memory,
+    segment_memory,
+)
 from ...models.mtp_head import MtpHead
 from ...models.optimizers import DEFAULT, OPTIMIZERS, Optimizer
-from ...models.sizes import Experts, Sizes
+from ...models.sizes import Experts, Layer, Sizes
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ class StepMemory:
 
 
 class _Layer(NamedTuple):
-    """Bytes that a layer saves, makes in its backward, and still holds, beside its input, if it is computed `again`."""
+    """Bytes that a layer saves, makes in its backward, and always holds. If it is computed `again`, without its input."""
 
     kept: float
     made: float
@@ -145,12 +155,14 @@ def step_memory(
     rows: int = 1,
     expert_parallel: int = 1,
     keep_attention: bool = False,
+    segment_tokens: int | None = None,
 ) -> StepMemory:
     """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
 
     `checkpointed` says which layers are, that of a head of multi-token prediction last. With `offload`, the GPU holds few
-    checkpoints at a time, and with `keep_attention` the outputs of attention. `rows` are those of a step. Experts are
-    spread over `expert_parallel` GPUs, each of which has as many tokens.
+    checkpoints at a time, and with `keep_attention` the outputs of attention. With `segment_tokens`, checkpointed layers
+    compute segments of a row of one document. `rows` are those of a step. Experts are spread over `expert_parallel` GPUs,
+    each of which has as many tokens.
     """
     whole = not is_sharded(lora, optimizer)
     # DDP keeps the gradients in its buckets.
@@ -160,11 +172,17 @@ def step_memory(
     stream = HALF if gpus > 1 else width
     weights, gradients, states = _of_parameters(sizes, parameters, width, lora, optimizer)
     given = max_length, size, attention, stream
-    ways = _layers(sizes, *given, checkpointed, lora, expert_parallel, keep_attention, parameters.head > 0)
+    segment = min(segment_tokens or tokens, tokens)
+    ways = _layers(sizes, *given, checkpointed, lora, expert_parallel, keep_attention, parameters.head > 0, segment)
     # Checkpointing always keeps the input of a layer.
     checkpoint, checkpoints = stream * tokens * sizes.hidden, sum(way.again for way in ways)
     on_device = on_gpu(lora) if offload else len(ways)
     saved = sum(way.held for way in ways) + min(checkpoints, on_device) * checkpoint
+    # One in use and one on its way. Those of segments come back from the host one by one, but the last one is a view of
+    # the row of its layer.
+    piece = stream * (segment if offload else tokens) * sizes.hidden
+    held = [(on_device - 2) * checkpoint + 2.0 * piece] * len(ways)
+    held[-1] += checkpoint - piece
     both_losses = parameters.head > 0 and not lora.mtp_only
     # One product takes the hidden states of both in one tensor.
     loss = loss_memory(sizes, (1 + both_losses) * tokens, lora.freezes, stream) + 2 * both_losses * checkpoint
@@ -172,7 +190,7 @@ def step_memory(
     root, of_layers = _of_backward(parameters, gradients, width, lora, len(sizes.layers))
     if throughout:
         root, of_layers = gradients, [0.0] * len(ways)
-    backward = _most_in_backward(ways, [x / gpus for x in of_layers], checkpoint, on_device, root / gpus)
+    backward = _most_in_backward(ways, [x / gpus for x in of_layers], checkpoint, held, root / gpus)
     most_at_loss = saved + loss + at_loss + (gradients / gpus if throughout else 0)
     return StepMemory(
         weights=weights / gpus,
@@ -180,7 +198,7 @@ def step_memory(
         moments=states / gpus,
         gathered=max(at_loss, at_layers),
         saved=saved,
-        working=max(loss, *(way.kept - checkpoint * way.again + way.made for way in ways)),
+        working=max(loss, *(way.kept + way.made for way in ways)),
         most=max(most_at_loss, backward + at_layers, gradients / gpus + checkpoint + at_end),
         host=checkpoints * checkpoint if offload else 0.0,
     )
@@ -197,23 +215,33 @@ def _layers(
     expert_parallel: int,
     keep_attention: bool,
     has_head: bool,
+    segment: int,
 ) -> list[_Layer]:
-    """The layers that save activations, that of a head of multi-token prediction last."""
-    kinds, tokens = list(sizes.layers), -(-max_length // size)
-    found = [(*layer_memory(sizes, layer, max_length, size, attention, lora, stream), 0.0) for layer in kinds]
-    if expert_parallel > 1:
-        # The tokens that arrive for each choice, and the outputs of experts that come back.
-        chosen = [layer.mlp.chosen if isinstance(layer.mlp, Experts) else 0 for layer in kinds]
-        travel = HALF * 2 * tokens * sizes.hidden
-        found = [(kept + travel * n, made, 0.0) for (kept, made, _), n in zip(found, chosen, strict=True)]
-    if has_head:
-        kinds.append(sizes.head)
-        found.append(head_memory(sizes, max_length, size, attention, lora.mtp_only, stream))
-    outputs = [keep_attention * attention_output(layer, tokens) for layer in kinds]
-    ways = [
-        _Layer(kept, made, again, always + output)
-        for (kept, made, always), again, output in zip(found, checkpointed, outputs, strict=True)
-    ]
+    """The layers that save activations, that of a head of multi-token prediction last.
+
+    Checkpointed ones compute segments of so many tokens.
+    """
+    tokens = -(-max_length // size)
+
+    def of(layer: Layer, again: bool, is_head: bool) -> _Layer:
+        cut, always = segment if again and segment < tokens else None, 0.0
+        if is_head:
+            kept, made, always = head_memory(sizes, max_length, size, attention, lora.mtp_only, stream, cut)
+        elif cut:
+            kept, made, always = segment_memory(sizes, layer, tokens, cut, lora, stream)
+        else:
+            kept, made = layer_memory(sizes, layer, max_length, size, attention, lora, stream)
+        if expert_parallel > 1 and isinstance(layer.mlp, Experts):
+            # The tokens that arrive for each choice, and the outputs of experts that come back.
+            kept += HALF * 2 * (cut or tokens) * sizes.hidden * layer.mlp.chosen
+        if again and not cut:
+            kept -= stream * tokens * sizes.hidden
+        output = keep_attention * attention_output(layer, tokens)
+        # The backward of a whole row has its output in any case.
+        return _Layer(kept, made + output if cut else made, again, always + output)
+
+    layers = [(layer, False) for layer in sizes.layers] + [(sizes.head, True)] * has_head
+    ways = [of(layer, again, is_head) for (layer, is_head), again in zip(layers, checkpointed, strict=True)]
     return ways[-1:] if lora.mtp_only else ways
 
 
@@ -268,24 +296,24 @@ def _gathered(
 
 
 def _most_in_backward(
-    ways: list[_Layer], of_layers: list[float], checkpoint: float, on_device: int, gradients: float
+    ways: list[_Layer], of_layers: list[float], checkpoint: float, on_device: list[float], gradients: float
 ) -> float:
     """The most bytes of activations and gradients in the backward of a layer.
 
     Args:
         ways (`list`), of_layers (`list`):
             The layers, and bytes of their gradients.
-        checkpoint (`float`), on_device (`int`):
-            Bytes of a checkpoint, and how many of them the GPU holds at most.
+        checkpoint (`float`), on_device (`list`):
+            Bytes of a checkpoint, and how many bytes of checkpoints the GPU holds at most in the backward of each layer.
         gradients (`float`):
             Bytes of the gradients that exist before the backward of the layers.
     """
     most, below, checkpoints = 0.0, sum(way.held for way in ways), sum(way.again for way in ways)
-    for way, own in zip(reversed(ways), reversed(of_layers), strict=True):
-        below, checkpoints, gradients = below - way.held, checkpoints - way.again, gradients + own
-        # A layer that is computed again has its own input, too.
-        held = min(checkpoints, on_device - way.again) * checkpoint
-        most = max(most, gradients + below + held + way.kept + way.made)
+    for way, own, limit in zip(reversed(ways), reversed(of_layers), reversed(on_device), strict=True):
+        below, gradients = below - way.held, gradients + own
+        # Checkpoints include the input of a layer that is computed again.
+        most = max(most, gradients + below + min(checkpoints * checkpoint, limit) + way.kept + way.made)
+        checkpoints -= way.again
     return most
 
 
