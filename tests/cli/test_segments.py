@@ -58,6 +58,7 @@ class ChosenSegmentsTest(unittest.TestCase):
         [
             ("adapters", {}, {"lora_rank": 16}),
             ("offload", {"offload": True}, {"lora_rank": 16}),
+            ("offload by default", {"offload": None}, {"lora_rank": 16}),
             ("kept", {"keep_attention": True}, {"lora_rank": 16, "keep_attention": True}),
             ("all", {"lora": False, "optim": "flash_adamw"}, {"optimizer": "flash_adamw"}),
             ("float32", {"lora": False}, {"weights": "float32"}),
@@ -65,7 +66,7 @@ class ChosenSegmentsTest(unittest.TestCase):
         ]
     )
     def test_is_the_plan_of_the_command_memory(self, _, changes, options):
-        way = 2 if changes.get("offload") else 1
+        way = 2 if changes.get("offload", False) is not False else 1
         totals = {
             n: plan_sequence_parallel(CONFIG, 2**17, 1, 9999, **options, segment_tokens=n).options[1][way].total
             for n in (None, 2**16, 2**15, 2**14)
