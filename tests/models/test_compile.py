@@ -1,33 +1,34 @@
 """`torch.compile` of packed rows and `torch.export` of unpacked ones."""
 
 import unittest
+from copy import deepcopy
 from unittest import mock
 
-import pytest
 import torch
-from common.families import documents
-from mixins.model import block_mask, gradients, packed_batch, padded_batch, relative_error, total_relative_error
+from common.families import documents, tiny_model
+from mixins.model import block_mask, packed_batch, padded_batch, relative_error
 from mixins.vision import EXPERTS, TINY
 from parameterized import parameterized
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
-from transformers_packed import SequenceBoundaries
+from transformers_packed import SequenceBoundaries, patch_model
 from transformers_packed.models.padding import PaddedBatch
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
-from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
+from transformers_packed.ops import dispatch
 
 
-FAMILIES = [
-    # One dense layer and one with experts.
-    ("qwen3_next", Qwen3NextForCausalLM, Qwen3NextConfig(**TINY, **EXPERTS, mlp_only_layers=[0])),
-    ("qwen3_5", Qwen3_5ForCausalLM, Qwen3_5TextConfig(**TINY)),
-    ("qwen3_5_moe", Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**TINY, **EXPERTS)),
-]
+QWEN3_NEXT = Qwen3NextForCausalLM, Qwen3NextConfig(**TINY, **EXPERTS, mlp_only_layers=[0])
+QWEN3_5 = Qwen3_5ForCausalLM, Qwen3_5TextConfig(**TINY)
 
 
 # Where boundaries come from does not depend on the layers, and tracing takes most of the time.
 SHALLOW = {**TINY, "num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+
+
+def trained(model):
+    return [x for x in model.parameters() if x.requires_grad]
 
 
 class CompileTest(unittest.TestCase):
@@ -39,44 +40,83 @@ class CompileTest(unittest.TestCase):
         set_seed(0)
         return cls._from_config(config, attn_implementation="sdpa").train()
 
+    def tiny(self, family):
+        layers = {"layer_types": ["linear_attention", "full_attention"]} if family != "lfm2" else {}
+        return patch_model(tiny_model(family, **layers)).train()
+
+    def check(self, model, compiled, source="all"):
+        """Rows of any lengths give the bits of `model`. From the fourth on, nothing is compiled."""
+        rows = [(1, 3, 65, 13), (70, 2, 9), (5, 6), *((n, 1 + 2 * n, 30 - n) * (1 + n % 3) for n in range(1, 6)), (40,)]
+        for number, lengths in enumerate(rows):
+            batch = packed_batch(documents(lengths), source)
+            expected = model(**batch).loss
+            gradients = torch.autograd.grad(expected, trained(model), allow_unused=True)
+            torch._dynamo.utils.counters.clear()
+            with torch._dynamo.config.patch(error_on_recompile=number > 2):
+                loss = compiled(**batch).loss
+                found = torch.autograd.grad(loss, trained(compiled), allow_unused=True)
+            counters = torch._dynamo.utils.counters
+            self.assertTrue(all("packed rows differ in the lengths" in why for why in counters["graph_break"]))
+            if number > 2:
+                self.assertEqual(counters["frames"]["total"], 0)
+            self.assertEqual(loss, expected)
+            for one, other in zip(found, gradients, strict=True):
+                self.assertTrue(one is other is None or torch.equal(one, other))
+
     @parameterized.expand(
         [
-            # Another row with the same numbers of documents and tokens runs without retracing.
-            (*FAMILIES[0], ["all"], (2, 130, 60, 7)),
-            (*FAMILIES[1], ["all", "cu_seqlens"], (70, 2, 9)),
-            (*FAMILIES[2], ["all"], (70, 2, 9)),
+            ("qwen3_5_text", "all", "aot_eager"),
+            ("qwen3_5_moe_text", "position_ids", "eager"),
+            ("kimi_linear", "all", "eager"),
+            ("lfm2", "all", "eager"),
         ]
     )
-    @pytest.mark.slow
-    def test_packed(self, _, cls, config, sources, second):
-        """The result is the same as without a compiler, with graph breaks only at the sequence mixers."""
-        model, ops = self.model(cls, config), set()
+    def test_packed(self, family, source, backend):
+        model = self.tiny(family)
+        self.check(model, torch.compile(model, backend=backend), source)
 
-        def backend(graph, inputs):
-            reason = graph.compile_subgraph_reason
-            if reason.graph_break:
-                ops.add(reason.user_stack[-2:][0].name)
-            return graph.forward
+    @parameterized.expand([("qwen3_5_text",), ("qwen3_5_moe_text",)])
+    def test_adapters_and_checkpointing(self, family):
+        """Dynamo looks into PEFT's forward, but into none of its layers."""
+        model = get_peft_model(self.tiny(family), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        compiled = torch.compile(model, backend="eager")
+        # PEFT's own calls are compiled, or break the graph, in the first row.
+        compiled(**packed_batch(documents((5, 6))))
+        self.check(model, compiled)
 
-        compiled = torch.compile(model, backend=backend)
-        for source in sources:
-            for lengths in ((1, 3, 65, 130), second):
-                batch = packed_batch(documents(lengths), source)
-                batch["position_ids"] = packed_batch(documents(lengths))["position_ids"]
-                expected = model(**batch)
-                expected_gradients = gradients(model, expected.loss)
-                torch._dynamo.utils.counters.clear()
-                output = compiled(**batch)
-                breaks = dict(torch._dynamo.utils.counters["graph_break"])
-                self.assertTrue(all("packed rows differ in the lengths" in reason for reason in breaks), breaks)
-                if lengths == (2, 130, 60, 7):
-                    self.assertEqual(torch._dynamo.utils.counters["frames"]["total"], 0)
-                self.assertLess(relative_error(output.logits, expected.logits), 1e-5)
-                self.assertLess(total_relative_error(gradients(model, output.loss), expected_gradients), 1e-5)
-        if cls is Qwen3_5ForCausalLM:
-            self.assertEqual(ops, {"causal_conv1d_qkv", "gated_delta_rule", "attention"})
+    @parameterized.expand([("qwen3_5_text",), ("bailing_hybrid",), ("kimi_linear",), ("olmo_hybrid",)])
+    def test_layers(self, family):
+        model = self.tiny(family)
+        compiled = deepcopy(model)
+        for layer in compiled.model.layers:
+            layer.compile(backend="eager")
+        self.check(model, compiled)
 
-    @pytest.mark.slow
+    def test_hooks_and_the_log(self):
+        model, calls = self.model(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SHALLOW)), []
+        compiled = torch.compile(model, backend="eager")
+        for module in (model, model.model, model.model.layers[0], model.model.layers[0].mlp.up_proj):
+            module.register_forward_hook(lambda module, *_: calls.append(type(module).__name__))
+        dispatch.logger.warning_once.cache_clear()
+        with self.assertLogs("transformers_packed.ops.dispatch", "WARNING") as log:
+            for lengths in ((5, 6), (7, 1, 2)):
+                compiled(**packed_batch(documents(lengths))).loss.backward()
+        self.assertEqual(calls, 2 * ["Linear", "Qwen3_5DecoderLayer", "Qwen3_5TextModel", "Qwen3_5ForCausalLM"])
+        (line,) = log.output
+        self.assertIn("torch.compile is not needed", line)
+
+    def test_padded_batches_leave_padding_out(self):
+        """As they do without a compiler, in training and evaluation."""
+        model = self.model(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SHALLOW))
+        compiled, batch = torch.compile(model, backend="eager"), padded_batch(documents((12, 9)), "right")
+        for training in (True, False):
+            model.train(training)
+            with mock.patch.object(PaddedBatch, "from_attention_mask", wraps=PaddedBatch.from_attention_mask) as packed:
+                self.assertEqual(compiled(**batch, use_cache=False).loss, model(**batch, use_cache=False).loss)
+                self.assertEqual(packed.call_count, 2)
+
     def test_other_sources(self):
         """Each source of boundaries works in one compiled model, which refuses malformed ones before and after."""
         model = self.model(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SHALLOW)).eval()
@@ -104,7 +144,7 @@ class CompileTest(unittest.TestCase):
         refuses()
 
     def test_export_of_an_unpacked_row(self):
-        model = self.model(*FAMILIES[1][1:]).eval()
+        model = self.model(*QWEN3_5).eval()
         (row,) = documents((70,))
         arguments = {"input_ids": row[None], "use_cache": False}
         exported = torch.export.export(model, (), arguments)
@@ -112,7 +152,7 @@ class CompileTest(unittest.TestCase):
 
     def test_export_of_a_padded_batch(self):
         """The graph computes padding, because it cannot depend on its position."""
-        model = self.model(*FAMILIES[0][1:]).eval()
+        model = self.model(*QWEN3_NEXT).eval()
         batch = {name: x for name, x in padded_batch(documents((70, 9)), "right").items() if name != "labels"}
         batch["use_cache"] = False
         with mock.patch.object(PaddedBatch, "from_attention_mask") as looked:
@@ -125,13 +165,13 @@ class CompileTest(unittest.TestCase):
         self.assertTrue(actual[~real].any())
 
     def test_compiled_padded_batch(self):
-        """It is no packed row, so its graph needs no break, also with position ids."""
+        """If the model does not pack it, its graph needs no break, also with position ids."""
         model = self.model(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SHALLOW)).model.eval()
         batch = {**padded_batch(documents((12, 9)), "right"), "position_ids": torch.arange(12).expand(2, 12)}
         real = batch.pop("labels") != -100
         with torch.no_grad(), mock.patch.object(PaddedBatch, "from_attention_mask") as looked:
             compiled = torch.compile(model, backend="eager", fullgraph=True)
-            found = compiled(**batch, use_cache=False).last_hidden_state
+            found = compiled(**batch, packs_padding=False, use_cache=False).last_hidden_state
             looked.assert_not_called()
         with torch.no_grad():
             expected = model(**batch, packs_padding=False, use_cache=False).last_hidden_state

@@ -50,6 +50,7 @@ from .inputs import (
     forward_like,
     mask_targets_across_documents,
     may_be_packed,
+    outside,
     resolve_boundaries,
     tokens_of,
 )
@@ -275,6 +276,8 @@ def root_class(root: Root) -> type:
     def run(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
         if running.count == 0 and not may_be_packed(inputs, root.reads_patterns(model, inputs)):
             return root.run_builtin(model, inputs)
+        if torch.compiler.is_dynamo_compiling():
+            return outside(_run_root, model, root, inputs)
         return _run_root(model, root, inputs)
 
     namespace = {
@@ -285,8 +288,6 @@ def root_class(root: Root) -> type:
     return type(root.builtin.__name__, (PackedModelMixin, root.builtin), namespace)
 
 
-# Only this frame stays out of compiled graphs, because document lengths differ between rows.
-@partial(torch.compiler.disable, recursive=False, reason="packed rows differ in the lengths of their documents")
 def _run_root(model: PreTrainedModel, root: Root, inputs: dict[str, Any]) -> Any:
     tokens = tokens_of(inputs)
     outer = _current.get()

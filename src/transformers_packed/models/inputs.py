@@ -102,7 +102,7 @@ def resolve_boundaries(
     source = " and ".join(metadata) if given is None else "boundaries"
     boundaries = _described(given, metadata, parent_of, inputs, tokens)
     if boundaries is None and reads_patterns and holds_pattern(inputs):
-        source, boundaries = "attention_mask", _outside(_of_pattern, inputs, tokens, mixes)
+        source, boundaries = "attention_mask", _of_pattern(inputs, tokens, mixes)
     elif boundaries is None:
         source, boundaries = _RESTART, _inferred(inputs, tokens, padding)
     if boundaries is None:
@@ -221,20 +221,10 @@ def may_infer(tokens: torch.Tensor) -> bool:
     return not torch.compiler.is_exporting() and (not is_torchdynamo_compiling() or len(tokens) == 1)
 
 
-def _outside(find: Callable, *args: Any) -> SequenceBoundaries | None:
-    """Call `find` outside of compiled graphs, which cannot branch on the values of a tensor."""
-    if not is_torchdynamo_compiling():
-        return find(*args)
-    # A late import: it imports torch's compiler.
-    from ..ops.dispatch import outside_of_graphs
-
-    return outside_of_graphs(find, *args)
-
-
 def _inferred(inputs: dict[str, Any], tokens: torch.Tensor, padding: int | None) -> SequenceBoundaries | None:
     """The boundaries where position ids restart, or `None` if none does."""
     rows = _readable_rows(inputs, tokens)
-    boundaries = None if rows is None else _outside(_of_positions, inputs, rows, tokens)
+    boundaries = None if rows is None else _of_positions(inputs, rows, tokens)
     return boundaries and boundaries.with_padding(padding)
 
 
@@ -315,11 +305,48 @@ def with_boundaries(cls: Any, builtin: Any) -> Callable:
     """
 
     def run(model: Any, inputs: dict[str, Any]) -> Any:
+        if torch.compiler.is_dynamo_compiling() and _trains_or_packs(model, inputs):
+            return outside(run, model, inputs)
         boundaries = resolve_boundaries(inputs)
         return model.forward_with_boundaries(boundaries, settled=True, **inputs)
 
     parameters = inspect.signature(cls.forward_with_boundaries).parameters.values()
     return forward_like(builtin.forward, run, [p for p in parameters if p.kind is Parameter.KEYWORD_ONLY])
+
+
+def layer_with_boundaries(forward: Callable) -> Callable:
+    """Return the forward of a layer that runs outside of compiled graphs if it is given the boundaries of a packed row."""
+
+    @wraps(forward, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and kwargs.get("boundaries") is not None:
+            return outside(forward, *args, **kwargs)
+        return forward(*args, **kwargs)
+
+    return run
+
+
+def outside(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a forward for a packed row outside of compiled graphs.
+
+    A compiler would replace the fused ops by their references, split the graph at each op that reads boundaries, and keep
+    all logits.
+    """
+    # A late import: it imports torch's compiler.
+    from ..ops.dispatch import outside_of_graphs
+
+    return outside_of_graphs(forward, *args, **kwargs)
+
+
+def _trains_or_packs(model: Any, inputs: dict[str, Any]) -> bool:
+    """Whether a call trains the model, or may be a packed row or a padded batch that becomes one. Reads no values."""
+    if model.training or inputs.get("boundaries") is not None:
+        return True
+    if inputs.get("settled"):
+        return False
+    allowed, cached = inputs.get("packs_padding"), any(inputs.get(name) is not None for name in CACHES)
+    packs_padding = (model.packs_padding if allowed is None else allowed) and not cached
+    return may_be_packed(inputs) or (packs_padding and inputs.get("attention_mask") is not None)
 
 
 def is_causal(config: Any, kwargs: dict[str, Any]) -> bool:

@@ -166,7 +166,10 @@ def _run(op, impl, table, *args, **kwargs):
 
 @torch.compiler.disable(reason="packed rows differ in the lengths of their documents")
 def outside_of_graphs(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call a function outside of compiled graphs."""
+    """Call a function outside of compiled graphs, and say once that it needs no compiler."""
+    logger.warning_once(
+        "torch.compile is not needed: training and packed rows run outside of its graphs, in kernels of this package."
+    )
     return function(*args, **kwargs)
 
 

@@ -45,7 +45,6 @@ def against_losses(facts: Facts) -> Iterator[Rule]:
     yield trainer.compute_loss_func is not None, loss, "compute_loss_func", f"Remove it, {remove}"
     smooth = args.label_smoothing_factor
     yield smooth, loss, f"label_smoothing_factor={smooth}", f"Set it to 0, {remove}"
-    yield args.torch_compile, f"{names} without torch.compile", "torch_compile=True", "Set it to False."
     if any(loss.models for loss in facts.added):
         yield from _against_other_models(facts, names)
 

@@ -271,8 +271,6 @@ def _of_padded_batches(facts: Facts, model: transformers.PreTrainedModel) -> Ite
     yield per_row, "adapters that act per document", per_row, ""
     noise = "neftune_noise_alpha, whose noise depends on the padded length"
     yield args.neftune_noise_alpha is not None, "padded batches without NEFTune", noise, "Set it to None."
-    compiled = "torch_compile=True, with which the model computes padding"
-    yield args.torch_compile, "padded batches without torch.compile", compiled, "Set it to False."
     expected = "padded batches that return only the last hidden state"
     for name in ("output_hidden_states", "output_attentions"):
         got = f"{name}=True in the configuration, with which the model computes padding"
@@ -386,7 +384,6 @@ def excludes_graphs(trainer: Trainer, padded: bool = False) -> str | None:
     released = any(getattr(callback, "releases_gradients", False) for callback in callbacks)
     reasons = (
         (padded, f"a {type(trainer).__name__}, whose batches are padded"),
-        (args.torch_compile, "torch_compile=True"),
         (released, "gradient release, because a graph computes all gradients at once"),
         (trainer.is_fsdp_enabled, "FSDP, which gathers weights in each step"),
         (trainer.is_deepspeed_enabled, "DeepSpeed, which gathers weights in each step"),

@@ -199,7 +199,6 @@ def against_sharing(facts: Facts) -> Iterator[Rule]:
         (config.split_batches, whole, "split_batches=True"),
         (args.label_smoothing_factor, own_loss, "label_smoothing_factor"),
         (trainer.compute_loss_func is not None, own_loss, "compute_loss_func"),
-        (args.torch_compile, own_loss, "torch_compile=True"),
         (trainer.compute_metrics is not None, "an evaluation by loss", "compute_metrics, which needs documents"),
         (tensors > 1, "whole layers on each process", f"tp_size={tensors}"),
     ):

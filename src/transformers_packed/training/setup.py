@@ -82,10 +82,9 @@ def decide(trainer: Trainer, options: Options) -> Setup:
 
 def _against_options(facts: Facts) -> Iterator[Rule]:
     options = facts.options
-    compiled = "torch_compile=True, which compiles linear layers in the dtype of the model"
-    for name in ("float8", "batch_invariant"):
-        wrong = getattr(options, name) and facts.trainer.args.torch_compile
-        yield wrong, f"{name}=True without torch_compile", compiled, "Set one of them to False."
+    compiled = "torch_compile=True, which compiles batches that are not packed"
+    wrong = options.batch_invariant and facts.trainer.args.torch_compile
+    yield wrong, "batch_invariant=True without torch_compile", compiled, "Set one of them to False."
     prompts = f'share_prompts with {", ".join(WHOLE_BATCHES)}, or with packing="batches"'
     repeats = "Set model.share_prompts = True if your own padded batches repeat prompts."
     yield options.share_prompts and not facts.padded, prompts, facts.name, repeats
@@ -228,8 +227,8 @@ def _collator(facts: Facts) -> DataCollatorWithFlattening:
         logger.warning(f"configure_packing: it is unknown whether the model keeps documents apart: {doubt}.")
     model = inner_model(trainer.model)
     fused = bool(families_of(model, Own))
-    # Compiled models read no lengths on the host, and a loss of the user may cut the row.
-    on_host = fused and not trainer.args.torch_compile and not facts.has_custom_loss
+    # A loss of the user may cut the row.
+    on_host = fused and not facts.has_custom_loss
     options = {**given, "model": model, "on_leak": "ignore", "return_boundaries": on_host}
     if kind.__name__ == "DataCollatorForLanguageModeling" and kind.__module__.startswith("transformers."):
         collator: DataCollatorWithFlattening = CausalLabelsCollator(current.tokenizer.pad_token_id, **options)

@@ -110,7 +110,7 @@ class VerifyCallback(TrainerCallback):
         trainer, key = self.trainer, (weakref.ref(self.trainer.model), id(self.trainer.train_dataset))
         if self._verified == key or state.global_step >= state.max_steps:
             return
-        if _reason(trainer) is None and FirstBatch.put_in(trainer, train_dataloader, partial(self._check, key)):
+        if against_other_rows(trainer) is None and FirstBatch.put_in(trainer, train_dataloader, partial(self._check, key)):
             return
         self._check(key, train_dataloader)
 
@@ -173,7 +173,7 @@ class VerifyCallback(TrainerCallback):
     def _verify(self, loader: Any) -> str:
         """Return the findings in words, or raise the error of what differs or of what is unknown."""
         trainer = self.trainer
-        if (why := _reason(trainer)) is not None:
+        if (why := against_other_rows(trainer)) is not None:
             raise UnseenError(why)
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
@@ -386,13 +386,6 @@ class VerifyCallback(TrainerCallback):
 
         bits = self._bits(model, forward, batch, rows)
         return bits, self._look_between(model, forward, batch, rows, nullcontext())
-
-
-def _reason(trainer: Trainer) -> str | None:
-    """Why no set-up of this Trainer can be verified."""
-    if trainer.args.torch_compile:
-        return "torch_compile=True, and a compiled model shows no gradients of its embeddings"
-    return against_other_rows(trainer)
 
 
 @contextmanager
