@@ -12,6 +12,11 @@ between one GPU, DDP and FSDP2, as accelerate does for any Trainer:
     python benchmarks/whole_steps.py --model 27B --weights bfloat16 --lora --checkpointing --offload --tokens 65536
     python benchmarks/whole_steps.py --model 4B --weights bfloat16 --lora --checkpointing --tokens 65536 --one-document --segment-tokens 16384
 
+`--torch-compile` sets `torch_compile=True`, counts what is compiled up to the end of `--warmup` and in the steps after it, and
+compares the gradients of a row with those of the model that is not compiled:
+
+    python benchmarks/whole_steps.py --model 4B --weights bfloat16 --lora --torch-compile --steps 50 --output compiled.json
+
 The time of a step is the mean of `--steps` steps after `--warmup` others. `--profile` adds a step under torch's profiler:
 the time of kernels, how much of the communication no computation covers, and how often the host waited for the GPU or copied
 something to it. With FSDP2, it also counts at how many addresses the weights of a layer lay in the steps: a CUDA graph would
@@ -49,7 +54,7 @@ PEAK_FLOPS = 989.4e12
 # Frozen weights that `make_base` makes.
 STORED = ("float8", "nf4", "fp8", "nvfp4", "awq")
 # The options that a result repeats.
-SETTINGS = "model weights tokens one_document optim checkpointing offload segment_tokens lora linear float8 graphs waits ddp_find_unused_parameters comm_hook".split()
+SETTINGS = "model weights tokens one_document optim checkpointing offload segment_tokens lora linear float8 graphs torch_compile waits ddp_find_unused_parameters comm_hook".split()
 
 
 def lengths_of(args, seed: int = 0) -> list[int]:
@@ -79,7 +84,7 @@ class Clock(TrainerCallback):
     def __init__(self, args):
         self.first, self.last, self.profiled = args.warmup, args.warmup + args.steps, args.profile
         self.times, self.losses, self.tokens, self.trace, self.peak = {}, [], [], None, 0
-        self.addresses = {}
+        self.addresses, self.frames = {}, {}
 
     def on_train_begin(self, *_, **__):
         self.begin = time.perf_counter()
@@ -106,6 +111,7 @@ class Clock(TrainerCallback):
         if state.global_step in (1, self.first, self.last):
             wait()
             self.times[state.global_step] = time.perf_counter()
+            self.frames[state.global_step] = torch._dynamo.utils.counters["frames"]["total"]
         if state.global_step == self.first and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         if state.global_step == self.last and torch.cuda.is_available():
@@ -122,6 +128,28 @@ class Clock(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
             self.losses.append(float(logs["loss"]))
+
+
+def compiled_and_not(trainer: PackedTrainer, clock: Clock) -> dict:
+    """What was compiled, and how the loss and the gradients of a row differ from those of the model itself."""
+    row = next(iter(trainer.get_train_dataloader()))
+    trained = [x for x in trainer.model.parameters() if x.requires_grad]
+    found = []
+    for model in (trainer.model, trainer.model_wrapped):
+        set_seed(0)
+        model.zero_grad()
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, trainer._prepare_inputs(dict(row)))
+        loss.backward()
+        found.append((loss.item(), [x.grad.clone() for x in trained if x.grad is not None]))
+    (expected, gradients), (loss, others) = found
+    wrong = sum(float((x.float() - y.float()).square().sum()) for x, y in zip(others, gradients, strict=True))
+    return {
+        "compiled_before": clock.frames[clock.first],
+        "compiled_in_steps": clock.frames[clock.last] - clock.frames[clock.first],
+        "loss_difference": abs(loss - expected),
+        "gradient_difference": (wrong / sum(float(x.float().square().sum()) for x in gradients)) ** 0.5,
+    }
 
 
 def covered(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -202,6 +230,7 @@ def measure(args, config: dict) -> dict:
         max_length=args.tokens,
         cuda_graphs=args.graphs,
         float8=args.float8,
+        torch_compile=args.torch_compile,
         per_device_train_batch_size=1,
         max_steps=args.warmup + args.steps + args.profile,
         bf16=not kept,
@@ -271,6 +300,8 @@ def measure(args, config: dict) -> dict:
     if args.checkpointing:
         host = bytes_on_host(model)
         found |= {"offload": host > 0, "host_GiB": round(host / 2**30, 2)}
+    if args.torch_compile:
+        found |= compiled_and_not(trainer, clock)
     if clock.trace is not None:
         found["profile"] = {"tokens": clock.tokens[clock.last], **summary(clock.trace)}
         if clock.addresses:
@@ -298,6 +329,7 @@ def main() -> int:
     parser.add_argument("--linear", action="store_true", help="with --lora, none on experts")
     parser.add_argument("--float8", action="store_true")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="default: PackedTrainer decides")
+    parser.add_argument("--torch-compile", action="store_true", help="torch_compile=True, and what it compiled")
     parser.add_argument("--waits", action="store_true", help="let Trainer wait for the GPU in each step")
     parser.add_argument(
         "--ddp-find-unused-parameters", action=argparse.BooleanOptionalAction, help="as in TrainingArguments"

@@ -46,7 +46,13 @@ class CompileTest(unittest.TestCase):
 
     def check(self, model, compiled, source="all"):
         """Rows of any lengths give the bits of `model`. From the fourth on, nothing is compiled."""
-        rows = [(1, 3, 65, 13), (70, 2, 9), (5, 6), *((n, 1 + 2 * n, 30 - n) * (1 + n % 3) for n in range(1, 6)), (40,)]
+        rows = [
+            (1, 3, 65, 13),
+            (70, 2, 9),
+            (5, 6),
+            *((n, 1 + 2 * n, 30 - n) * (1 + n % 3) for n in range(1, 6)),
+            (40,),
+        ]
         for number, lengths in enumerate(rows):
             batch = packed_batch(documents(lengths), source)
             expected = model(**batch).loss
@@ -78,7 +84,9 @@ class CompileTest(unittest.TestCase):
     @parameterized.expand([("qwen3_5_text",), ("qwen3_5_moe_text",)])
     def test_adapters_and_checkpointing(self, family):
         """Dynamo looks into PEFT's forward, but into none of its layers."""
-        model = get_peft_model(self.tiny(family), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        model = get_peft_model(
+            self.tiny(family), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        )
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         compiled = torch.compile(model, backend="eager")
@@ -113,7 +121,9 @@ class CompileTest(unittest.TestCase):
         compiled, batch = torch.compile(model, backend="eager"), padded_batch(documents((12, 9)), "right")
         for training in (True, False):
             model.train(training)
-            with mock.patch.object(PaddedBatch, "from_attention_mask", wraps=PaddedBatch.from_attention_mask) as packed:
+            with mock.patch.object(
+                PaddedBatch, "from_attention_mask", wraps=PaddedBatch.from_attention_mask
+            ) as packed:
                 self.assertEqual(compiled(**batch, use_cache=False).loss, model(**batch, use_cache=False).loss)
                 self.assertEqual(packed.call_count, 2)
 

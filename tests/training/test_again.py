@@ -111,8 +111,8 @@ class AgainTest(ConfigureTestCase):
         with self.assertRaisesRegex(ValueError, "expected packing of True"):
             configure_packing(trainer, "all")
         trainer.args.torch_compile = True
-        with self.assertRaisesRegex(ValueError, "float8=True without torch_compile"):
-            configure_packing(trainer, float8=True)
+        with self.assertRaisesRegex(ValueError, "batch_invariant=True without torch_compile"):
+            configure_packing(trainer, batch_invariant=True)
         trainer.args.torch_compile = False
         self.check_same_state(trainer, before)
         said(configure_packing, trainer, False)

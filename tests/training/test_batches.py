@@ -166,7 +166,6 @@ class OwnTrainerTest(BatchesTestCase):
             ("rows", {"dataset": PackingDataset(Samples(24), 128)}, {}, "padded batches, got packed rows of the tr"),
             ("mtp", {"kind": Trainer}, {"mtp_loss_weight": 0.1}, 'got packing="batches"'),
             ("graphs", {}, {"cuda_graphs": True}, "whose batches are padded"),
-            ("compiled", {"args": {"torch_compile": True}}, {}, "padded batches without torch.compile"),
             ("length", {}, {"max_length": 64}, "expected packing=True with max_length"),
         ]
     )

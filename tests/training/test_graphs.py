@@ -407,7 +407,6 @@ class TrainerTest(GivenGpuTest):
     @parameterized.expand(
         [
             ("padded", "off", {}, "got packing='off' or padding_free=False"),
-            ("compiled", "padding_free", {"torch_compile": True}, "got torch_compile=True"),
             ("batch size", "padding_free", {"auto_find_batch_size": True}, "got auto_find_batch_size=True"),
             ("shared rows", "padding_free", {"shared": True}, "got rows that several processes share"),
             ("stream", "padding_free", {"stream": True}, "rows of known length .* got a stream of samples"),
@@ -419,8 +418,7 @@ class TrainerTest(GivenGpuTest):
     def test_refused(self, _, packing, options, expected):
         """The Trainer stays as it was."""
         trainer, _ = self.configured(packing="off", train=False)
-        for name in ("torch_compile", "auto_find_batch_size"):
-            setattr(trainer.args, name, options.get(name, False))
+        trainer.args.auto_find_batch_size = options.get("auto_find_batch_size", False)
         trainer.model = options.get("model", trainer.model)
         trainer.sequence_parallel = mock.Mock() if "shared" in options else None
         if "stream" in options:

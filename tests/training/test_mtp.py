@@ -266,7 +266,6 @@ class RefusedTest(ConfigureTestCase):
             ("a custom compute_loss", self.trainer(own)),
             ("compute_loss_func", self.trainer(compute_loss_func=lambda *args, **kwargs: None)),
             ("label_smoothing_factor=0.1", self.trainer(label_smoothing_factor=0.1)),
-            ("without torch.compile", self.trainer(torch_compile=True)),
         ):
             self.refused(words, trainer)
 

@@ -179,16 +179,14 @@ class ReasonsTest(PreferenceTestCase):
 
     @parameterized.expand(
         [
-            ({"torch_compile": True}, None, "without torch.compile"),
-            ({}, "output_hidden_states", "that return only .*got output_hidden_states=True"),
-            ({}, "output_attentions", "that return only .*got output_attentions=True"),
+            ("output_hidden_states", "that return only .*got output_hidden_states=True"),
+            ("output_attentions", "that return only .*got output_attentions=True"),
         ]
     )
-    def test_what_computes_padding(self, arguments, output, message):
-        trainer = self.trainer("dpo", **arguments)
-        if output:
-            trainer.model.set_attn_implementation("eager")
-            setattr(trainer.model.config, output, True)
+    def test_what_computes_padding(self, output, message):
+        trainer = self.trainer("dpo")
+        trainer.model.set_attn_implementation("eager")
+        setattr(trainer.model.config, output, True)
         self.check_off(trainer, f"expected padded batches {message}")
 
     def test_a_family_without_packed_batches(self):

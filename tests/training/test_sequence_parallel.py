@@ -183,12 +183,13 @@ def save_and_resume(folder, processes, size, stop=None):
 
 HEADS = (("sequence_parallel_gated_delta_rule", "heads"), ("sequence_parallel_attention", "heads"))
 GATHER = (("sequence_parallel_attention", "gather"),)
+COMPILED = (("torch_compile", True), ("torch_compile_backend", "eager"))
 CHECKPOINTS = (("gradient_checkpointing", True),)
 RUNS = {
     "two processes, one row": (
         2,
         2,
-        (("qwen3_5", ()), ("qwen3_5", HEADS), ("qwen3_next_moe", GATHER), ("vision", ())),
+        (("qwen3_5", ()), ("qwen3_5", HEADS), ("qwen3_next_moe", GATHER), ("vision", ()), ("qwen3_5", COMPILED)),
     ),
     "four processes, two rows": (4, 2, (("qwen3_5", CHECKPOINTS), ("qwen3_next_moe", HEADS), ("vision", ()))),
     "four processes, one row": (4, 4, (("qwen3_5", GATHER), ("qwen3_next_moe", ()), ("vision", GATHER))),
@@ -211,7 +212,6 @@ def refusals():
         {"accelerator_config": {"dispatch_batches": True}},
         {"accelerator_config": {"split_batches": True}},
         {"padding_free": False},
-        {"torch_compile": True, "torch_compile_backend": "eager"},
         {"family": "qwen3_5_odd", "sequence_parallel_gated_delta_rule": "heads"},
         {"family": "qwen3_5_odd", "sequence_parallel_attention": "heads"},
         {"family": "llama"},
@@ -327,7 +327,6 @@ class SequenceParallelTrainerTest(unittest.TestCase):
             "dispatch_batches=True",
             "split_batches=True",
             "padding_free=False",
-            "torch_compile=True",
             'gated_delta_rule="state"',
             'attention="gather"',
             "got llama",

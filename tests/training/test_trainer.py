@@ -239,14 +239,6 @@ class Float8Test(TrainerTestCase):
         self.assertEqual(vars(trainer), before)
         self.assertFalse(hasattr(trainer.args, "packing"))
 
-    @parameterized.expand(["auto", "off"])
-    def test_compiled_layers_would_ignore_it(self, packing):
-        trainer = self.build(Trainer, self.args(TrainingArguments))
-        trainer.args.torch_compile = True
-        with self.assertRaisesRegex(ValueError, "^expected float8=True without torch_compile"):
-            configure_packing(trainer, packing, float8=True)
-        self.assertFalse(has_our_classes(trainer.model))
-
 
 class FiguresTest(TrainerTestCase):
     def args(self, *args, **options):

@@ -29,8 +29,8 @@ def use_float8(model: Model, module_filter: Callable[[torch.nn.Module, str], boo
     """Run the matrix products of linear layers in float8 (e4m3) when the model trains, forward and backward.
 
     Parameters, gradients, the optimizer and saved files keep their dtypes. Each row of an input and of a weight is cast
-    with a scale of its own, in each forward and backward. In evaluation mode and under `torch.compile`, the layers run
-    in the dtype of the model. So do layers with hooks or with a replaced forward: the log names them.
+    with a scale of its own, in each forward and backward. In evaluation mode, the layers run in the dtype of the model.
+    So do layers with hooks or with a replaced forward: the log names them.
 
     Args:
         model (`PreTrainedModel`):

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from accelerate.utils import is_compiled_module
 from torch.nn.parallel import DistributedDataParallel
 
 from ..audit.model_state import frozen
@@ -37,6 +38,17 @@ def against_other_rows(trainer: Trainer) -> str | None:
     return "the optimizer updates weights in backward" if "lomo" in str(trainer.args.optim).lower() else None
 
 
+def inside_ddp(wrapped: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside of DDP, with or without a compiler around it, or the model itself without DDP."""
+    ddp = _ddp_in(wrapped)
+    return wrapped if ddp is None else ddp.module
+
+
+def _ddp_in(wrapped: torch.nn.Module) -> DistributedDataParallel | None:
+    (inner,) = wrapped.children() if is_compiled_module(wrapped) else (wrapped,)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
 @contextmanager
 def beside_ddp(wrapped: torch.nn.Module) -> Iterator[None]:
     """Let the trained parameters inside of DDP be others with the same memory meanwhile, if it searches for unused ones.
@@ -44,7 +56,8 @@ def beside_ddp(wrapped: torch.nn.Module) -> Iterator[None]:
     DDP notes in a backward of its inner module too which parameters have a gradient, and adds this to its first step.
     A step without images, for example, would then wait for the gradients of a vision tower.
     """
-    if not isinstance(wrapped, DistributedDataParallel) or not wrapped.find_unused_parameters:
+    ddp = _ddp_in(wrapped)
+    if ddp is None or not ddp.find_unused_parameters:
         yield
         return
     others = {x: torch.nn.Parameter(x.detach()) for x in wrapped.parameters() if x.requires_grad}

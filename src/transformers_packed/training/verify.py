@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ..audit.isolation import NotFiniteError, UnseenError, leak_between, watch
 from ..audit.model_state import as_before, quiet
@@ -16,7 +15,7 @@ from ..models.inputs import mask_targets_across_documents, resolve_boundaries
 from ..models.untouched import gathers_weights
 from ..shared_prompts import SharedPrompts
 from .compare import LOSS, PADDED, DifferenceError, Measured, Side, check_leak, find_difference, precision_of
-from .restore import exact_for
+from .restore import exact_for, inside_ddp
 from .state import same_state
 
 
@@ -90,7 +89,7 @@ def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified
     sources, few = places, slice(4)
     if isinstance(boundaries, SharedPrompts):
         sources, few = boundaries.tokens, slice(-4, None)
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = inside_ddp(model)
     with without_graphs(inner), as_before(inner), same_state(inner):
         try:
             leak = leak_between(inner, lambda: inner(**batch), batch, places[few], sources[few])

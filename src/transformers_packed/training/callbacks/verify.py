@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from ...audit.isolation import UnseenError, changed_by_others, leak_between
@@ -66,6 +65,7 @@ from ..restore import (
     against_other_rows,
     beside_ddp,
     exact_for,
+    inside_ddp,
     replace_collator,
     same_trainer,
     say_nothing,
@@ -110,7 +110,9 @@ class VerifyCallback(TrainerCallback):
         trainer, key = self.trainer, (weakref.ref(self.trainer.model), id(self.trainer.train_dataset))
         if self._verified == key or state.global_step >= state.max_steps:
             return
-        if against_other_rows(trainer) is None and FirstBatch.put_in(trainer, train_dataloader, partial(self._check, key)):
+        if against_other_rows(trainer) is None and FirstBatch.put_in(
+            trainer, train_dataloader, partial(self._check, key)
+        ):
             return
         self._check(key, train_dataloader)
 
@@ -176,7 +178,7 @@ class VerifyCallback(TrainerCallback):
         if (why := against_other_rows(trainer)) is not None:
             raise UnseenError(why)
         wrapped = trainer.model_wrapped
-        model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+        model = inside_ddp(wrapped)
         # No graph is worth recording for a short row, no segment of training is that short, and no input that small.
         with (
             without_graphs(model),

@@ -6,7 +6,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import transformers
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging
@@ -19,7 +18,7 @@ from ...models.cuda_graphs import documents_of_graphs, find_text_models, reason_
 from ...models.releases import prepare_inputs, rows_per_batch
 from ..checks import compute_dtype, excludes_graphs, say
 from ..graphs import choose_graphs
-from ..restore import against_other_rows
+from ..restore import against_other_rows, inside_ddp
 from ..typed import Trainer
 from ..warm_up import compiles_kernels, make_row, only_loss, split, warm_up
 from .expert_load import ExpertLoad
@@ -63,8 +62,7 @@ class WarmUpCallback(TrainerCallback):
         if why is not None:
             logger.info(f"No row runs before training to {self.purpose}, because {why}.")
             return
-        wrapped = trainer.model_wrapped
-        model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+        model = inside_ddp(trainer.model_wrapped)
         compared = getattr(trainer, "_compared_rows", None)
         try:
             self._prepare(model, state)
