@@ -38,17 +38,18 @@ class FlashQLACompilationTest(unittest.TestCase):
         self.barrier.wait(20)
         self.calls[name] = args, kwargs
 
-    def call(self, documents=3, rows=1, heads=(2, 4), requires_grad=True, function=None):
+    def call(self, documents=3, rows=1, heads=(2, 4), requires_grad=True, function=None, states=False):
         shape = rows, 9
         query, key = (torch.zeros(*shape, heads[0], 128, dtype=BFLOAT16) for _ in range(2))
         value = torch.zeros(*shape, heads[1], 128, dtype=BFLOAT16, requires_grad=requires_grad)
         gates = [torch.zeros(*shape, heads[1], dtype=torch.float32) for _ in range(2)]
         cu_seqlens = None if documents is None else torch.arange(documents + 1)
-        return (function or flash_qla_kernels.compile_together)(query, key, value, *gates, cu_seqlens)
+        return (function or flash_qla_kernels.compile_together)(query, key, value, *gates, cu_seqlens, states)
 
     def test_all_kernels_of_a_row(self):
         with self.assertNoLogs("transformers_packed", "INFO"):
-            self.call().wait()
+            for kernels in self.call():
+                kernels.wait()
         names = {"sum", "reverse", "kkt_solve", "fused_gdr_fwd", "fused_gdr_h", "fused_gdr_bwd", "group_reduce_vector"}
         self.assertEqual(set(self.calls), names)
         given = self.calls["fused_gdr_bwd"][1]
@@ -57,18 +58,52 @@ class FlashQLACompilationTest(unittest.TestCase):
         self.assertEqual(given["g"].dtype, torch.float32)
         # Once for all rows of this kind, whatever their number of documents.
         self.calls.clear()
-        self.assertIsNone(self.call(documents=1000))
+        self.assertEqual(self.call(documents=1000), [])
         self.assertEqual(self.calls, {})
+
+    def test_all_kernels_with_states(self):
+        """Those of calls that begin with states, end with them, or both, beside those of plain rows."""
+        # Four forwards, and two of each kernel of the backward that differs.
+        forwards, self.barrier, lock = [], threading.Barrier(12), threading.Lock()
+
+        def forward(**given):
+            self.barrier.wait(20)
+            with lock:
+                forwards.append(given)
+
+        def run(name, **given):
+            self.barrier.wait(20)
+            with lock:
+                self.calls.setdefault(name, []).append(given)
+
+        chunk = sys.modules["flash_qla.ops.gated_delta_rule"].chunk
+        chunk.fused_gdr_fwd = forward
+        chunk.fused_gdr_h, chunk.fused_gdr_bwd = partial(run, "h"), partial(run, "bwd")
+        with self.assertNoLogs("transformers_packed", "INFO"):
+            for kernels in self.call(states=True):
+                kernels.wait()
+        kinds = sorted((x.get("initial_state") is not None, x["output_final_state"]) for x in forwards)
+        self.assertEqual(kinds, [(False, False), (False, True), (True, False), (True, True)])
+        state = next(x["initial_state"] for x in forwards if x.get("initial_state") is not None)
+        self.assertEqual((state.shape, state.dtype), ((3, 4, 128, 128), torch.float32))
+        self.assertEqual(sorted(x["dht"] is None for x in self.calls["bwd"]), [False, True])
+        self.assertEqual({tuple(x["h"].shape) for x in self.calls["bwd"]}, {(1, 3, 4, 128, 128)})
+        self.assertEqual({x["h"].dtype for x in self.calls["bwd"]}, {BFLOAT16})
+        self.assertEqual(sorted("initial_state" in x for x in self.calls["h"]), [False, True])
+        # Plain rows find theirs, and so do later calls with states.
+        for states in (False, True):
+            self.assertEqual(self.call(documents=1000, states=states), [])
+        self.assertEqual(len(forwards), 4)
 
     def test_a_forward_waits_for_its_own_kernels(self):
         self.barrier, goes_on = mock.Mock(), threading.Event()
         chunk = sys.modules["flash_qla.ops.gated_delta_rule"].chunk
         chunk.fused_gdr_bwd = lambda **kwargs: (goes_on.wait(20), self.calls.update(fused_gdr_bwd=kwargs))
-        first = self.call()
+        (first,) = self.call()
         self.assertLessEqual({"sum", "kkt_solve", "fused_gdr_fwd"}, set(self.calls))
         self.assertNotIn("fused_gdr_bwd", self.calls)
         # The same row in the next layer waits for the same kernels.
-        self.assertIs(self.call(), first)
+        self.assertEqual(self.call(), [first])
         x = torch.zeros(2, requires_grad=True)
         output = x.exp()
         output.grad_fn.register_prehook(first.wait)
@@ -79,19 +114,19 @@ class FlashQLACompilationTest(unittest.TestCase):
     def test_started_before_there_is_a_row(self):
         goes_on = threading.Event()
         self.barrier = SimpleNamespace(wait=goes_on.wait)
-        started = self.call(documents=1, function=flash_qla_kernels.start_threads)
+        (started,) = self.call(documents=1, function=flash_qla_kernels.start_threads)
         self.assertEqual(self.calls, {})
         goes_on.set()
         # A row finds them, and so does one without gradients.
-        self.assertIs(self.call(documents=100), started)
+        self.assertEqual(self.call(documents=100), [started])
         started.wait()
         self.assertEqual(len(self.calls), 7)
         self.calls.clear()
-        self.assertIsNone(self.call(requires_grad=False))
+        self.assertEqual(self.call(requires_grad=False), [])
         self.assertEqual(self.calls, {})
         # Without gradients, only the forward's are compiled.
         self.barrier = threading.Barrier(3)
-        self.assertIsNone(self.call(heads=(4, 4), requires_grad=False))
+        self.assertEqual(self.call(heads=(4, 4), requires_grad=False), [])
         self.assertEqual(set(self.calls), {"sum", "kkt_solve", "fused_gdr_fwd"})
 
     def test_the_prover_of_tilelang_leaves_ctrl_c_to_python(self):
@@ -100,7 +135,8 @@ class FlashQLACompilationTest(unittest.TestCase):
         seen = []
         sys.modules["flash_qla.ops.gated_delta_rule"].chunk.kkt_solve = lambda **kwargs: seen.append(self.calls["z3"])
         with mock.patch.dict(sys.modules, {"z3": z3}):
-            self.call().wait()
+            (kernels,) = self.call()
+            kernels.wait()
         self.assertEqual(seen, [("ctrl_c", False)])
 
 

@@ -21,13 +21,13 @@ def gated_delta_rule(query, key, value, g, beta, *, boundaries, use_qk_l2norm_in
     options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": None}
     if boundaries is not None:
         options["cu_seqlens"] = boundaries.derived("flash_qla", lambda: _prepared(boundaries))
-    kernels = None
-    if states.get("initial_state") is None and not states.get("output_final_state"):
-        kernels = compile_together(query, key, value, g, beta, options["cu_seqlens"])
+    with_states = states.get("initial_state") is not None or bool(states.get("output_final_state"))
+    started = compile_together(query, key, value, g, beta, options["cu_seqlens"], with_states)
     # auto_cp would split long documents and drop state that decays below e^-10 between the pieces.
     result = chunk_gated_delta_rule(query, key, value, g, beta, auto_cp=False, **options, **states)
-    if kernels is not None and result[0].grad_fn is not None:
-        result[0].grad_fn.register_prehook(kernels.wait)
+    if result[0].grad_fn is not None:
+        for kernels in started:
+            result[0].grad_fn.register_prehook(kernels.wait)
     return result
 
 
@@ -55,17 +55,20 @@ def takes_heads(key_dim: int, value_dim: int) -> bool:
 
 
 def start_compiling(
-    device: torch.device, dtype: torch.dtype, key_heads: int, heads: int, key_dim: int, value_dim: int
-) -> Kernels | None:
-    """Start to compile the kernels with which packed rows train, before there is one. `None` if others will run."""
+    device: torch.device, dtype: torch.dtype, key_heads: int, heads: int, key_dim: int, value_dim: int, states: bool
+) -> list[Kernels]:
+    """Start to compile the kernels with which packed rows train, before there is one. Returns what a backward waits for.
+
+    `states` is whether rows have states at the ends of documents, too. Nothing starts if other kernels will run.
+    """
     key = torch.zeros(1, 1, key_heads, key_dim, dtype=dtype, device=device)
     value = torch.zeros(1, 1, heads, value_dim, dtype=dtype, device=device, requires_grad=True)
     # As the gates of a layer.
     beta = torch.zeros(1, 1, heads, dtype=dtype, device=device)
     row = key, key, value, beta.float(), beta
     if verify_gated_delta_rule(*row):
-        return None
-    return start_threads(*row, cu_seqlens=torch.arange(2, dtype=torch.int32, device=device))
+        return []
+    return start_threads(*row, torch.arange(2, dtype=torch.int32, device=device), states)
 
 
 def is_usable() -> bool:

@@ -4,6 +4,9 @@ FlashQLA compiles each kernel when it comes to it, one after the other. TileLang
 of them together take as long as the slowest one, that of the backward. The heads and dtypes of a model select the kernels,
 so they can be started before there is a row. A forward waits for its own kernels only: what else the step needs is
 compiled in the meantime.
+
+States at the ends of documents select other kernels: those of trees and shared prompts, of segments, and of rows that
+processes share. The first call with states starts all of them, and those without states.
 """
 
 import os
@@ -27,23 +30,32 @@ _SHARES = 0.35, 0.7
 _GROUPS: dict[tuple, "Kernels"] = {}
 
 
-def compile_together(query, key, value, g, beta, cu_seqlens) -> "Kernels | None":
+def compile_together(query, key, value, g, beta, cu_seqlens, with_states: bool = False) -> "list[Kernels]":
     """Compile the kernels of forward and backward in threads, and wait for those of the forward.
 
-    Returns what the backward has to wait for, or `None` if it is nothing.
+    Returns what the backward has to wait for.
     """
-    kernels = start_threads(query, key, value, g, beta, cu_seqlens)
-    if kernels is None or kernels.are_ready:
-        return None
-    kernels.wait_for_forward()
-    return None if kernels.are_ready else kernels
+    started = start_threads(query, key, value, g, beta, cu_seqlens, with_states)
+    for kernels in started:
+        kernels.wait_for_forward()
+    return [kernels for kernels in started if not kernels.are_ready]
 
 
-def start_threads(query, key, value, g, beta, cu_seqlens) -> "Kernels | None":
-    """Return the kernels for such a call, which threads compile from the first call on. A CUDA graph starts none."""
+def start_threads(query, key, value, g, beta, cu_seqlens, with_states: bool = False) -> "list[Kernels]":
+    """Return what such a call and its backward wait for. Threads compile it from the first call on.
+
+    The kernels with states come first, because the backward among them takes longest.
+    """
+    call = query, key, value, g, beta, cu_seqlens
+    found = [_group(*call, states) for states in (True, False)[not with_states :]]
+    return [kernels for kernels in found if kernels is not None and not kernels.are_ready]
+
+
+def _group(query, key, value, g, beta, cu_seqlens, with_states: bool) -> "Kernels | None":
+    """Return the kernels with states, or those without, and start them if there are none yet. A CUDA graph starts none."""
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, g, beta))
     heads = key.shape[2], value.shape[2]
-    call = key.device, key.dtype, g.dtype, beta.dtype, *heads, cu_seqlens is None
+    call = key.device, key.dtype, g.dtype, beta.dtype, *heads, cu_seqlens is None, with_states
     # Training has all kernels of a forward without gradients.
     kernels = _GROUPS.get((*call, True)) or _GROUPS.get((*call, training))
     if kernels is None:
@@ -54,7 +66,8 @@ def start_threads(query, key, value, g, beta, cu_seqlens) -> "Kernels | None":
         first: list[Callable[[], None]] = []
         others: list[Callable[[], None]] = []
         try:
-            first, others = _calls(key, value, g, beta, documents, cu_seqlens is not None, training)
+            row = key, value, g, beta, documents
+            first, others = _calls_with_states(*row, training) if with_states else _calls(*row, cu_seqlens, training)
         except Exception as error:
             _tell(error)
         if key.is_cuda:
@@ -131,14 +144,38 @@ def _tell(error: Exception) -> None:
     logger.info(f"FlashQLA's kernels are compiled one after the other: {error}")
 
 
-def _calls(key, value, g, beta, documents: int, packed: bool, training: bool) -> tuple[list, list]:
+def _calls_with_states(key, value, g, beta, documents: int, training: bool) -> tuple[list, list]:
+    """As [`_calls`], what calls with an initial state, a final state, or both need beside the kernels without states."""
+    from flash_qla.ops.gated_delta_rule import chunk
+
+    first, rows = [], _rows(key, value, g, beta, documents, True, training)
+    for begins, ends in ((False, True), (True, False), (True, True)):
+        for row in rows:
+            given = {"initial_state": _state(row) if begins else None, "output_final_state": ends}
+            first.append(lambda row=row, given=given: chunk.fused_gdr_fwd(q=row["k"], **given, **row))
+    if not training:
+        return first, []
+    row, state = rows[0], _state(rows[0])
+    of_tokens = state.to(key.dtype)[None]
+    return first, [
+        lambda: chunk.fused_gdr_bwd(q=row["k"], do=row["v"], dht=state, h=of_tokens, **row),
+        lambda: chunk.fused_gdr_h(initial_state=state, output_final_state=False, **row),
+    ]
+
+
+def _state(row: dict) -> torch.Tensor:
+    """Zeros for the states `[N, HV, K, V]` of the documents of [`_row`], which have one token each."""
+    keys, values = row["k"], row["v"]
+    shape = keys.shape[1], values.shape[2], keys.shape[3], values.shape[3]
+    return values.new_zeros(shape, dtype=torch.float32)
+
+
+def _calls(key, value, g, beta, documents: int, cu_seqlens, training: bool) -> tuple[list, list]:
     """Calls of FlashQLA's kernels on zeros, each with what selects the kernel: those of forwards, and those of a backward."""
     from flash_qla.ops.gated_delta_rule import chunk
 
-    heads = value.shape[2]
-    numbers = _numbers_of_documents(key.device, heads, documents)
-    # Training has rows of other numbers of documents.
-    rows = [_row(key, value, g, beta, number, packed) for number in (numbers if training else numbers[:1])]
+    heads, packed = value.shape[2], cu_seqlens is not None
+    rows = _rows(key, value, g, beta, documents, packed, training)
     row = rows[0]
     k, v, a, cu_seqlens = (row[name] for name in ("k", "v", "a", "cu_seqlens"))
     sums = {"g": row["g"], "chunk_size": CHUNK_SIZE, "cu_seqlens": cu_seqlens}
@@ -170,6 +207,12 @@ def _numbers_of_documents(device: torch.device, heads: int, documents: int) -> l
     for number in (min(documents, most), 1, max(1, (limits[1] - 1) // heads), most):
         numbers.setdefault(sum(number * heads >= limit for limit in limits), number)
     return list(numbers.values())
+
+
+def _rows(key, value, g, beta, documents: int, packed: bool, training: bool) -> list[dict]:
+    """Return [`_row`] for each number of documents that selects a kernel. Training has rows of all of them."""
+    numbers = _numbers_of_documents(key.device, value.shape[2], documents)
+    return [_row(key, value, g, beta, number, packed) for number in (numbers if training else numbers[:1])]
 
 
 def _row(key, value, g, beta, documents: int, packed: bool) -> dict:
