@@ -161,7 +161,7 @@ class CommandTest(BenchTestCase):
             order.attach_mock(kernels, "kernels")
             order.attach_mock(measured, "bar")
             with (
-                mock.patch.object(bench_arm, "start_compiling", return_value=kernels) as start,
+                mock.patch.object(bench_arm, "start_compiling", return_value=[kernels]) as start,
                 mock.patch.object(bench_arm, "tqdm", measured),
             ):
                 result = bench_arm.time_arm(arm, self.path, torch.device("cpu"))

@@ -253,7 +253,8 @@ class CommandTest(unittest.TestCase):
             self.check_error("--data: expected at least one record", data=empty)
             self.assertEqual(calls, [])
             self.succeeds("--max-steps", 1)
-        (config, device, dtype), loaded = calls
+        (config, device, dtype, trees), loaded = calls
+        self.assertFalse(trees)
         self.assertEqual((config.model_type, device.type, dtype), ("qwen3_5_text", "cpu", torch.float32))
         self.assertEqual(loaded, "weights")
 

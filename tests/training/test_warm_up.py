@@ -39,6 +39,7 @@ from transformers_packed import (
 )
 from transformers_packed.audit.model_state import as_before
 from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.ops.dispatch import observed
 from transformers_packed.training import sequence_parallel
 from transformers_packed.training import warm_up as module
 from transformers_packed.training.callbacks import warm_up as callback
@@ -202,17 +203,52 @@ class StateTest(KernelsTestCase):
             calls.append("row")
             return model(**batch).loss
 
-        with mock.patch.object(module.flash_qla, "start_compiling", lambda *sizes: calls.append(sizes)):
+        with mock.patch.object(module.flash_qla, "start_compiling", lambda *sizes: calls.append(sizes) or []):
             warm_up(model, 24, loss=loss, dtype=torch.bfloat16)
             config = model.config
             heads = config.linear_num_key_heads, config.linear_num_value_heads
             dims = config.linear_key_head_dim, config.linear_value_head_dim
-            self.assertEqual(calls[:2], [(torch.device("cpu"), torch.bfloat16, *heads, *dims), "row"])
+            self.assertEqual(calls[:2], [(torch.device("cpu"), torch.bfloat16, *heads, *dims, False), "row"])
             self.assertEqual(calls[2:], ["row"] * len(rows_to_run(24)))
             # Of a family without these layers, nothing is known.
             calls.clear()
-            self.assertIsNone(module.start_compiling(tiny_config("llama"), torch.device("cpu"), torch.bfloat16))
+            self.assertEqual(module.start_compiling(tiny_config("llama"), torch.device("cpu"), torch.bfloat16), [])
         self.assertEqual(calls, [])
+
+    def test_trees(self):
+        """Their rows have calls of the delta rule that begin with states, end with them, or both."""
+        model, rows, states = small(), [], set()
+
+        def loss(model, batch):
+            rows.append("parent_of" in batch)
+            return model(**batch).loss
+
+        def observe(op, name, function):
+            def run(*args, **given):
+                states.add((given["initial_state"] is not None, given["output_final_state"]))
+                return function(*args, **given)
+
+            return run if op == "gated_delta_rule" else function
+
+        with mock.patch.object(module.flash_qla, "start_compiling", return_value=[]) as started, observed(observe):
+            warm_up(model, 200, max_documents=2, loss=loss, trees=True)
+        self.assertTrue(started.call_args[0][-1])
+        self.assertEqual(sum(rows), 2)
+        self.assertEqual(states, {(False, False), (False, True), (True, False), (True, True)})
+
+    @parameterized.expand([("plain", False), ("trees", True)])
+    def test_a_trainer_knows_its_trees(self, _, trees):
+        leaf = {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}
+        samples = [{**leaf, "turns": [leaf, leaf]} if trees else leaf] * 4
+        args = PackedTrainingArguments(self.enterContext(tempfile.TemporaryDirectory()), max_steps=1, **OPTIONS)
+        args.remove_unused_columns = False
+        given = []
+        with mock.patch.object(callback, "warm_up", lambda *args, **options: given.append(options["trees"])), quiet():
+            trainer = PackedTrainer(
+                AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()), args, train_dataset=samples
+            )
+            WarmUpCallback(trainer).on_train_begin(trainer.args, TrainerState(max_steps=1), None)
+        self.assertEqual(given, [trees])
 
     @parameterized.expand([("vision",), ("mamba2",), ("classifier",)])
     def test_other_models(self, kind):

@@ -24,6 +24,7 @@ from transformers import (
     set_seed,
 )
 
+from ..data.dataset import find_tree
 from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import count, input_error
 from ..models.checkpoint_kinds import stored_as
@@ -104,7 +105,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         check_float8(dtype)
     say(f"Loading {settings.model} ...")
     # The compiler works while the weights are loaded.
-    start_compiling(config, device_of_this_process(), dtype)
+    start_compiling(config, device_of_this_process(), dtype, find_tree(samples.data) is not None)
     model = load_model(source, settings, dtype)
     for trains, option in ((settings.mtp, "--mtp"), (settings.mtp_only, "--mtp-only")):
         if trains:

@@ -7,7 +7,8 @@ select a variant:
 
 * FlashQLA: one of three forward kernels, by documents times value heads relative to 0.35 and 0.7 times the number of
   multiprocessors. The limits differ by a factor of two, so numbers of documents that double select all kernels. The first
-  row compiles all of them, and those of the backward, at the same time.
+  row compiles all of them, and those of the backward, at the same time. Trees have states at the ends of documents, which
+  select four kernels more.
 * Triton: whether an integer argument is a multiple of 16, and whether it needs 64 bits. Kernels of this package take
   the number of tokens without either. Their exceptions are numbers of elements, which are multiples of 16 if the width
   of the tensor is one. The convolution of flash-linear-attention takes the number of tokens. Rows with and without a
@@ -17,13 +18,16 @@ select a variant:
 * This package: kernels that cast to float8 or compute an input again run from a number of tokens on.
 * Evaluation: kernels of a forward without gradients.
 
-`varlen_attn` and cuBLAS are compiled in advance. [`rows_to_run`] has a row for each of these properties.
+`varlen_attn` and cuBLAS are compiled in advance. [`rows_to_run`] has a row for each of these properties, and [`make_tree`]
+makes one with all kinds of states. A loop of one's own that does not call [`warm_up`] compiles the kernels of the delta
+rules together, too: each op starts those of its forward and backward when it is called for the first time.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +37,7 @@ from transformers.utils import logging
 
 from ..audit.model_state import as_before
 from ..data.collator import DataCollatorWithFlattening
+from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
 from ..models.families import LANGUAGE_MODELS, family_of
 from ..models.registry import inner_model
@@ -58,6 +63,7 @@ def warm_up(
     loss: Callable[[torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None,
     dtype: torch.dtype | None = None,
     evaluation: bool = True,
+    trees: bool = False,
     progress: bool = True,
 ) -> list[Compilation]:
     """Compile every kernel that training on packed rows of up to `max_length` tokens needs.
@@ -87,6 +93,8 @@ def warm_up(
             longest is compiled from the start, and otherwise when the first row needs it.
         evaluation (`bool`, *optional*, defaults to `True`):
             Also compile the kernels of an evaluation, a forward without gradients.
+        trees (`bool`, *optional*, defaults to `False`):
+            Also compile the kernels of rows with trees of samples or groups of answers, which the model has to support.
         progress (`bool`, *optional*, defaults to `True`):
             Show a progress bar if the output of errors is a terminal.
 
@@ -117,13 +125,14 @@ def warm_up(
         logger.info(f"warm_up: skipped on {device.type}, where no kernel is compiled.")
         return []
     rows, found, start = rows_to_run(max_length, max_documents), [], time.perf_counter()
+    of_trees = [tokens for tokens in (_SHORT - 1, _SHORT) if trees and tokens <= max_length]
     collator = collator or DataCollatorWithFlattening(
         return_seq_idx=True, return_flash_attn_kwargs=True, model=model, on_leak="ignore"
     )
     loss = loss or _loss
     # While threads compile, the output of errors is a pipe.
     hidden = (False if tilelang_output.errors_are_shown() else None) if progress else True
-    total, config = len(rows) + evaluation, inner_model(model).config
+    total, config = len(rows) + len(of_trees) + evaluation, inner_model(model).config
     bar = tqdm(total=total, desc="Compiling kernels", unit="row", leave=False, disable=hidden)
 
     def tell(compilation: Compilation) -> None:
@@ -132,10 +141,14 @@ def warm_up(
 
     try:
         with bar, _ticking(bar), as_before(model), tuned_in_threads(), compilations(tell):
-            kernels = start_compiling(config, device, dtype or inner_model(model).dtype)
-            for lengths in rows:
-                value = loss(model, make_row(model, lengths, collator, device))
-                if kernels is not None:
+            started = start_compiling(config, device, dtype or inner_model(model).dtype, trees)
+            batches = chain(
+                (make_row(model, lengths, collator, device) for lengths in rows),
+                (make_tree(model, tokens, collator, device) for tokens in of_trees),
+            )
+            for batch in batches:
+                value = loss(model, batch)
+                for kernels in started:
                     # Ctrl-C does not stop a backward, which would wait as well.
                     kernels.wait()
                 value.backward()
@@ -156,17 +169,18 @@ def warm_up(
 
 
 def start_compiling(
-    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
-) -> flash_qla_kernels.Kernels | None:
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, trees: bool = False
+) -> list[flash_qla_kernels.Kernels]:
     """Start threads that compile what takes longest, the kernels of FlashQLA, for training in `dtype`.
 
-    The configuration of a model is enough, so its weights may be loaded meanwhile. The first row waits for them.
+    The configuration of a model is enough, so its weights may be loaded meanwhile. The first row waits for them. `trees`
+    is whether rows have trees of samples.
     """
     family = family_of(config)
     if family.sizes is None or family.rule != "gated_delta_rule":
-        return None
+        return []
     rule = family.sizes(config.get_text_config()).delta_rule
-    return flash_qla.start_compiling(device, dtype, rule.key_heads, rule.heads, rule.key_dim, rule.value_dim)
+    return flash_qla.start_compiling(device, dtype, rule.key_heads, rule.heads, rule.key_dim, rule.value_dim, trees)
 
 
 @contextmanager
@@ -229,17 +243,40 @@ def _loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
 
 def make_row(model: torch.nn.Module, lengths: list[int], collator: Any, device: torch.device) -> dict[str, Any]:
     """Return a row with documents of these lengths. It has labels only if the model predicts tokens."""
-    inner = inner_model(model)
-    config = inner.config
+    make = _sample_maker(model, collator)
+    return _batch(model, [make(length) for length in lengths], collator, device)
+
+
+def make_tree(model: torch.nn.Module, tokens: int, collator: Any, device: torch.device) -> dict[str, Any]:
+    """Return a row with a tree of five samples, some of which begin and end with states of others."""
+    make, lengths = _sample_maker(model, collator), split(tokens, 5)
+    samples = [make(length) for length in lengths]
+    for sample in samples:
+        # A target of the first token would move the end of the sample before.
+        sample["labels"][0] = IGNORED_LABEL
+    first, middle, *leaves = samples
+    middle["turns"] = leaves[:2]
+    first["turns"] = [leaves[2], middle]
+    return _batch(model, [first], collator, device)
+
+
+def _sample_maker(model: torch.nn.Module, collator: Any) -> Callable[[int], dict[str, Any]]:
+    """Return a function that makes a sample of so many tokens."""
+    config = inner_model(model).config
     # Tokens that stand for images would need images.
     special = {getattr(config, name, None) for name in vars(config) if name.endswith("_token_id")}
     tokens = [token for token in range(min(config.get_text_config().vocab_size, 1024)) if token not in special]
     others = getattr(collator, "token_columns", ())
-    samples = []
-    for length in lengths:
+
+    def make(length: int) -> dict[str, Any]:
         ids = [tokens[at % len(tokens)] for at in range(length)]
-        samples.append({"input_ids": ids, "labels": ids} | {name: [0] * length for name in others})
-    batch = collator(samples)
+        return {"input_ids": ids, "labels": list(ids)} | {name: [0] * length for name in others}
+
+    return make
+
+
+def _batch(model: torch.nn.Module, samples: list[dict], collator: Any, device: torch.device) -> dict[str, Any]:
+    inner, batch = inner_model(model), collator(samples)
     if not type(inner).__name__.endswith(LANGUAGE_MODELS):
         batch = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}

@@ -11,12 +11,12 @@ from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ...audit.model_state import as_before
-from ...data.dataset import PackingDataset, sampled_lengths
+from ...data.dataset import PackingDataset, find_tree, sampled_lengths
 from ...data.usual_rows import Rows, rows_of
 from ...errors import described
 from ...models.cuda_graphs import documents_of_graphs, find_text_models, reason_of_layers, remove_graphs
 from ...models.releases import prepare_inputs, rows_per_batch
-from ..checks import compute_dtype, excludes_graphs, say
+from ..checks import compute_dtype, datasets_of, excludes_graphs, say
 from ..graphs import choose_graphs
 from ..restore import against_other_rows, inside_ddp
 from ..typed import Trainer
@@ -88,6 +88,7 @@ class WarmUpCallback(TrainerCallback):
             loss=self._loss,
             dtype=compute_dtype(self.trainer),
             evaluation=evaluates(self.trainer),
+            trees=any(find_tree(dataset) is not None for dataset in datasets_of(self.trainer)),
             progress=self.progress and state.is_local_process_zero,
         )
 
