@@ -7,6 +7,9 @@ recording of a CUDA graph. With warm-up, steps should record nothing. Its own re
 
     python benchmarks/first_steps.py --models 0.8B --output benchmarks/results/first_steps.json
     python benchmarks/first_steps.py --models 0.8B --arms ours --no-warm-up --empty-caches
+    python benchmarks/first_steps.py --models 4B --arms ours+lora --trees --empty-caches --steps 10
+
+`--no-warm-up` is a loop of one's own, whose first step compiles the kernels of the delta rules in threads.
 """
 
 import argparse
@@ -75,20 +78,22 @@ def train(name: str, config: dict, args) -> dict:
     if "+graphs" in name:
         use_cuda_graphs(model, graph_length(args.tokens))
     optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-6)
-    collator = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")
+    collator = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore", model=model if args.trees else None)
     generator, seconds, lengths = torch.Generator().manual_seed(1), [], rows(args.steps, args.documents, args.tokens)
     with compilations(tell), patch.object(RecordedLayers, "__init__", record_graph):
         start = time.perf_counter()
         if not args.no_warm_up:
             # Its own records come from the hooks above.
-            warm_up(model, args.tokens, max_documents=args.documents, loss=loss, dtype=torch.bfloat16)
+            warm_up(model, args.tokens, max_documents=args.documents, loss=loss, dtype=torch.bfloat16, trees=args.trees)
         synchronize(args.device)
         warming = time.perf_counter() - start
         for at, row in enumerate(lengths, 1):
             now["step"] = at
             ids = [torch.randint(1, config["vocab_size"], (n,), generator=generator).tolist() for n in row]
-            batch = collator([{"input_ids": x, "labels": x} for x in ids])
-            batch = {k: x.to(args.device) if torch.is_tensor(x) and k != "cu_seqlens" else x for k, x in batch.items()}
+            samples = [{"input_ids": x, "labels": x} for x in ids]
+            batch = collator([tree_of(samples)] if args.trees else samples)
+            on_host = "cu_seqlens", "parent_of"
+            batch = {k: x.to(args.device) if torch.is_tensor(x) and k not in on_host else x for k, x in batch.items()}
             synchronize(args.device)
             start = time.perf_counter()
             loss(model, batch).backward()
@@ -100,6 +105,7 @@ def train(name: str, config: dict, args) -> dict:
     return {
         "arm": name,
         "warm_up": not args.no_warm_up,
+        "trees": args.trees,
         "warm_up_seconds": round(warming, 2),
         "steps": args.steps,
         "tokens": args.tokens,
@@ -115,6 +121,17 @@ def train(name: str, config: dict, args) -> dict:
         "events": [event | {"seconds": round(event["seconds"], 3)} for event in found if event["step"]],
         "implementations": implementations_used(),
     }
+
+
+def tree_of(samples: list[dict]) -> dict:
+    """A tree of these samples: the first one has turns, and so has the first of these."""
+    # A target of the first token would move the end of the sample before.
+    first, *others = [sample | {"labels": [-100, *sample["labels"][1:]]} for sample in samples]
+    half = len(others) // 2
+    if half:
+        others[0]["turns"] = others[1 : half + 1]
+        others[1 : half + 1] = []
+    return first | {"turns": others} if others else first
 
 
 def summary(events: list[dict]) -> dict[str, dict]:
@@ -134,7 +151,7 @@ def synchronize(device: str) -> None:
 
 def show(run: dict) -> None:
     print(
-        f"\n{run['model']}, {run['arm']}: {'warm_up ' if run['warm_up'] else 'no warm-up '}{run['warm_up_seconds']} s "
+        f"\n{run['model']}, {run['arm']}: {'trees, ' * run['trees']}{'warm_up ' if run['warm_up'] else 'no warm-up '}{run['warm_up_seconds']} s "
         f"{run['before_step_1']}\n  {run['steps']} steps, median {run['median_ms']} ms, first {run['first_step_ms']} ms; "
         f"during them {run['during_steps'] or 'nothing was compiled'}"
     )
@@ -161,6 +178,7 @@ def alone(model: str, arm: str, args) -> dict:
         given = {"tokens": args.tokens, "steps": args.steps, "documents": args.documents, "layers": args.layers}
         options = [f"--{name}={value}" for name, value in given.items() if value]
         options += ["--checkpointing"] * args.checkpointing + ["--no-warm-up"] * args.no_warm_up
+        options += ["--trees"] * args.trees
         command = [sys.executable, __file__, "--models", model, "--arms", arm, f"--device={args.device}", *options]
         result = subprocess.run([*command, "--alone", str(target)], env=environment, capture_output=True, text=True)
         if result.returncode:
@@ -177,6 +195,7 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=200, help="most documents of a row")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
+    parser.add_argument("--trees", action="store_true", help="the samples of a row are a tree")
     parser.add_argument("--no-warm-up", action="store_true", help="start with the first step")
     parser.add_argument("--empty-caches", action="store_true", help="start without kernels on disk")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,15 +1,20 @@
 """The variants of an autotuned kernel are compiled together. A GPU compiles real ones."""
 
+import sys
 import threading
 import unittest
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
+import torch
 import triton
 from parameterized import parameterized
 from triton.runtime.autotuner import Autotuner
 
+from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import compilations
+from transformers_packed.ops.backends import fla
+from transformers_packed.ops.gated_delta_rule import reference
 
 
 class Config:
@@ -107,3 +112,74 @@ class AutotuningTest(unittest.TestCase):
             with compilations.tuned_in_threads():
                 pass
         self.assertIn("one after the other", logs.output[0])
+
+
+class FirstCallTest(unittest.TestCase):
+    """A stand-in for flash-linear-attention runs the reference on the CPU, which counts as a GPU."""
+
+    def setUp(self):
+        self.calls, self.threads = [], []
+
+        def chunk_kda(query, key, value, g, beta, *, safe_gate, cu_seqlens=None, use_graph=None, **options):
+            self.threads.append(threading.current_thread())
+            active = Autotuner.prune_configs is not before
+            self.calls.append((query.shape[1], value.requires_grad, active, None if cu_seqlens is None else "packed"))
+            row = None if cu_seqlens is None else SequenceBoundaries.from_cu_seqlens(cu_seqlens)
+            output, state = reference(query, key, value, g, beta, boundaries=row, **options)
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self.calls.append("backward"))
+            return output, state
+
+        before = Autotuner.prune_configs
+        package, chunk = ModuleType("fla.ops.kda"), ModuleType("fla.ops.kda.chunk")
+        package.chunk_kda, package.fused_recurrent_kda = chunk_kda, None
+        self.enterContext(mock.patch.dict(sys.modules, {package.__name__: package, chunk.__name__: chunk}))
+        self.enterContext(mock.patch.object(fla, "_is_compiled_for", lambda x: True))
+        self.enterContext(mock.patch.object(compilations, "_TUNED", set()))
+        self.enterContext(mock.patch.object(fla, "_MEASURED", 8))
+
+    def call(self, lengths=(7, 5), requires_grad=True, state=None, **options):
+        row = None if lengths is None else SequenceBoundaries.from_lengths(lengths)
+        length = 12 if lengths is None else row.total_length
+        torch.manual_seed(0)
+        tensors = [torch.randn(1, length, 2, 4, requires_grad=requires_grad) for _ in range(4)]
+        gate, beta = -tensors.pop().abs(), torch.rand(1, length, 2)
+        options = {"initial_state": state, "output_final_state": state is not None} | options
+        options |= {"use_qk_l2norm_in_kernel": True, "a_log": None, "dt_bias": None, "lower_bound": None}
+        return fla.kimi_delta_rule(*tensors, gate, beta, boundaries=row, **options)[0]
+
+    def test_all_kernels_are_tuned_by_the_first_call(self):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            output = self.call()
+        # A row of its own, forward and backward, with variants in threads.
+        self.assertEqual(self.calls, [(8, True, True, "packed"), "backward", (12, True, False, "packed")])
+        self.assertIsNot(self.threads[0], self.threads[1])
+        output.sum().backward()
+        # Checkpointing counts what a call saves, and sees no more than in a later one.
+        del self.calls[:]
+        counted = len(saved)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            self.call()
+        self.assertEqual(len(saved), 2 * counted)
+        self.call((2, 3, 9))
+        self.assertEqual(self.calls, [(12, True, False, "packed"), (14, True, False, "packed")])
+
+    def test_each_kind_of_call(self):
+        state = torch.zeros(2, 2, 4, 4)
+        for options in ({}, {"requires_grad": False}, {"state": state}, {"lengths": None}):
+            for expected in (2, 1):
+                del self.calls[:]
+                self.call(**options)
+                self.assertEqual(len([x for x in self.calls if x != "backward"]), expected, options)
+                self.assertEqual("backward" in self.calls, expected == 2 and options.get("requires_grad", True))
+
+    def test_an_error_leaves_it_to_the_call(self):
+        with (
+            mock.patch.object(compilations, "tuned_in_threads", side_effect=RuntimeError("no threads")),
+            self.assertLogs("transformers_packed", "INFO") as logs,
+        ):
+            self.call()
+        self.assertEqual(self.calls, [(12, True, False, "packed")])
+        self.assertIn("one after the other: no threads", " ".join(logs.output))
+        self.assertIn("0 kernels compiled and 0 loaded", logs.output[-1])

@@ -47,9 +47,12 @@ class FlashQLACompilationTest(unittest.TestCase):
         return (function or flash_qla_kernels.compile_together)(query, key, value, *gates, cu_seqlens, states)
 
     def test_all_kernels_of_a_row(self):
-        with self.assertNoLogs("transformers_packed", "INFO"):
+        with self.assertLogs("transformers_packed", "INFO") as logs:
             for kernels in self.call():
                 kernels.wait()
+        self.assertEqual(len(logs.output), 2)
+        self.assertIn("FlashQLA: threads compile 7 kernels", logs.output[0])
+        self.assertRegex(logs.output[1], r"FlashQLA: 7 kernels are ready after \d+\.\d s")
         names = {"sum", "reverse", "kkt_solve", "fused_gdr_fwd", "fused_gdr_h", "fused_gdr_bwd", "group_reduce_vector"}
         self.assertEqual(set(self.calls), names)
         given = self.calls["fused_gdr_bwd"][1]
@@ -79,9 +82,10 @@ class FlashQLACompilationTest(unittest.TestCase):
         chunk = sys.modules["flash_qla.ops.gated_delta_rule"].chunk
         chunk.fused_gdr_fwd = forward
         chunk.fused_gdr_h, chunk.fused_gdr_bwd = partial(run, "h"), partial(run, "bwd")
-        with self.assertNoLogs("transformers_packed", "INFO"):
+        with self.assertLogs("transformers_packed", "INFO") as logs:
             for kernels in self.call(states=True):
                 kernels.wait()
+        self.assertNotIn("one after the other", " ".join(logs.output))
         kinds = sorted((x.get("initial_state") is not None, x["output_final_state"]) for x in forwards)
         self.assertEqual(kinds, [(False, False), (False, True), (True, False), (True, True)])
         state = next(x["initial_state"] for x in forwards if x.get("initial_state") is not None)

@@ -19,8 +19,10 @@ from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from ..foreign import swapped
-from .backends import flash_qla, threads_of_this_process
+from .backends import flash_qla, on_device, threads_of_this_process
 from .dispatch import logger
 
 
@@ -181,6 +183,40 @@ def _inductor(tell) -> Iterator[None]:
     finally:
         callback_handler.remove_start_callback(started)
         callback_handler.remove_end_callback(ended)
+
+
+# The kinds of calls whose kernels are tuned.
+_TUNED: set[tuple] = set()
+
+
+def tune_first(op: str, kind: tuple, device: torch.device, run: Callable[[], Any]) -> None:
+    """Compile and tune what the first call of an op of this kind needs, by `run`, which runs its forward and backward.
+
+    All variants of a kernel are compiled together, and nothing is left to compile in the backward. `run` has a thread of its
+    own, where hooks on saved tensors, modes and autocast of the call are off.
+    """
+    if (op, *kind) in _TUNED or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    _TUNED.add((op, *kind))
+    found: list[Compilation] = []
+
+    def tune() -> None:
+        with on_device(device), tuned_in_threads(), compilations(found.append):
+            run()
+
+    start, thread = time.perf_counter(), ThreadPoolExecutor(1)
+    logger.info(f"{op}: its kernels are compiled and tuned before the first call.")
+    try:
+        thread.submit(tune).result()
+    except Exception as error:
+        # The call itself compiles what it needs.
+        logger.info(f"{op}: kernels are compiled one after the other: {error}")
+    finally:
+        # Ctrl-C does not wait for it.
+        thread.shutdown(wait=False)
+    built = sum(not one.from_disk for one in found)
+    seconds = time.perf_counter() - start
+    logger.info(f"{op}: {built} kernels compiled and {len(found) - built} loaded in {seconds:.1f} s.")
 
 
 # Milliseconds for which a variant runs before it is measured, and while it is.

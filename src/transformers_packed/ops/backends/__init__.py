@@ -7,6 +7,8 @@ needs a host sync: the index tensors of the kernels are built once per row from 
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -17,6 +19,15 @@ from ...boundaries import CHUNK_SIZE, SequenceBoundaries
 def threads_of_this_process() -> int:
     """Return the number of threads that may compile: the share of this process of the machine's cores."""
     return max(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Let a thread, which has a device and a stream of its own, run on this device, and wait for it at the end."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
 
 @lru_cache

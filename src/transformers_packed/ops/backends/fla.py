@@ -1,20 +1,69 @@
 """flash-linear-attention: gated delta rule and convolution in Triton, which take `cu_seqlens`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib import import_module
 from inspect import signature, unwrap
 from threading import RLock
+from typing import Any
 
 import torch
 
 from ...boundaries import SequenceBoundaries
 from ...device_boundaries import DeviceBoundaries
 from ...foreign import swapped
+from ..compilations import tune_first
 from . import chunk_indices, importable, verify_convolution
 
 
+# Most tokens of the row on which variants of kernels are measured. It fills a GPU.
+_MEASURED = 4096
+
+
+def _tuned_first(rule: Callable) -> Callable:
+    """Decorate a delta rule, which has many kernels with dozens of variants each, to tune them all in its first call."""
+
+    @wraps(rule)
+    def run(*tensors, boundaries, **options):
+        # Decoding has another kernel.
+        if _is_compiled_for(tensors[0]) and tensors[0].shape[1] > 1:
+            _tune(rule, tensors, boundaries, options)
+        return rule(*tensors, boundaries=boundaries, **options)
+
+    return run
+
+
+def _is_compiled_for(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def _tune(rule: Callable, tensors: tuple, boundaries: SequenceBoundaries | None, options: dict[str, Any]) -> None:
+    """Run forward and backward of zeros like these tensors, if this is the first call of its kind."""
+    device, weights = tensors[0].device, [x for x in options.values() if isinstance(x, torch.Tensor)]
+    trains = _needs_backward(*tensors, *weights)
+    rest = {name: (x.dtype, *x.shape[1:]) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    kind = device, trains, boundaries is None, *((x.dtype, *x.shape[2:]) for x in tensors), *rest.items()
+
+    def zeros(x: torch.Tensor, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=x.dtype, device=device, requires_grad=trains and x.requires_grad)
+
+    def forward_and_backward() -> None:
+        length = min(tensors[0].shape[1], _MEASURED)
+        row = None if boundaries is None else SequenceBoundaries.from_lengths([length], device=device)
+        inputs, given = [zeros(x, 1, length, *x.shape[2:]) for x in tensors], dict(options)
+        for name, x in options.items():
+            if isinstance(x, torch.Tensor):
+                # The state of one document, or a weight of the gate.
+                given[name] = zeros(x, 1 if name == "initial_state" else len(x), *x.shape[1:])
+        outputs = [x for x in rule(*inputs, boundaries=row, **given) if x is not None and x.requires_grad]
+        if outputs:
+            torch.stack([x.float().sum() for x in outputs]).sum().backward()
+
+    tune_first(rule.__name__, kind, device, forward_and_backward)
+
+
+@_tuned_first
 def gated_delta_rule(query, key, value, g, beta, *, boundaries, initial_state, **options):
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
@@ -32,6 +81,7 @@ def verify_gated_delta_rule(query, key, value, g, beta, *, initial_state=None, *
     return _backward_problem() if trains and not reason else reason
 
 
+@_tuned_first
 def kimi_delta_rule(query, key, value, g, beta, *, a_log, dt_bias, lower_bound, boundaries, initial_state, **options):
     from fla.ops.kda import chunk_kda, fused_recurrent_kda
 

@@ -11,15 +11,16 @@ processes share. The first call with states starts all of them, and those withou
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import torch
 
 from ...boundaries import CHUNK_SIZE
 from ..dispatch import logger
-from . import threads_of_this_process, tilelang_output
+from . import on_device, threads_of_this_process, tilelang_output
 from .tilelang_output import quiet
 
 
@@ -92,19 +93,27 @@ class Kernels:
         self.others = longest + start(others[1:])
         self.are_ready = False
         pool.shutdown(wait=False)
+        self.number, self.start = len(first) + len(others), time.perf_counter()
+        logger.info(f"FlashQLA: threads compile {self.number} kernels, or load them.")
 
     def wait_for_forward(self) -> None:
         """Wait for the kernels of a forward."""
         _wait(self.first)
         # The next layers have nothing to wait for, and an error is told once.
         self.first = []
-        self.are_ready = not self.others
+        if not self.others:
+            self._are_ready()
 
     def wait(self, *gradients: torch.Tensor) -> None:
         """Wait for all kernels. Before the backward, autograd calls it with the gradients of the output."""
         if not self.are_ready:
             _wait([*self.first, *self.others])
-            self.first, self.are_ready = [], True
+            self.first = []
+            self._are_ready()
+
+    def _are_ready(self) -> None:
+        self.are_ready = True
+        logger.info(f"FlashQLA: {self.number} kernels are ready after {time.perf_counter() - self.start:.1f} s.")
 
 
 def end_at_once(status: int) -> None:
@@ -116,11 +125,9 @@ def end_at_once(status: int) -> None:
 
 
 def _run(call: Callable[[], None], device: torch.device) -> None:
-    # A thread has a device and a stream of its own. The tensors of the call are freed after it.
-    with quiet(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    # The tensors of the call are freed after it.
+    with quiet(), on_device(device):
         call()
-        if device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
 
 
 def _wait(futures: list[Future]) -> None:
