@@ -78,13 +78,17 @@ def train(name: str, config: dict, args) -> dict:
     if "+graphs" in name:
         use_cuda_graphs(model, graph_length(args.tokens))
     optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-6)
-    collator = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore", model=model if args.trees else None)
+    collator = DataCollatorWithFlattening(
+        return_cu_seqlens=True, on_leak="ignore", model=model if args.trees else None
+    )
     generator, seconds, lengths = torch.Generator().manual_seed(1), [], rows(args.steps, args.documents, args.tokens)
     with compilations(tell), patch.object(RecordedLayers, "__init__", record_graph):
         start = time.perf_counter()
         if not args.no_warm_up:
             # Its own records come from the hooks above.
-            warm_up(model, args.tokens, max_documents=args.documents, loss=loss, dtype=torch.bfloat16, trees=args.trees)
+            warm_up(
+                model, args.tokens, max_documents=args.documents, loss=loss, dtype=torch.bfloat16, trees=args.trees
+            )
         synchronize(args.device)
         warming = time.perf_counter() - start
         for at, row in enumerate(lengths, 1):

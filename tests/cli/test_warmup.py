@@ -76,6 +76,13 @@ class WarmupCommandTest(unittest.TestCase):
         self.assertEqual(stdout.splitlines(), lines)
         self.assertEqual(self.calls[0][1:], (24, 3))
 
+    def test_rows_of_trees(self):
+        with mock.patch.object(module, "make_tree", wraps=module.make_tree) as made:
+            self.command("--row-length", 200, "--max-documents", 2)
+            made.assert_not_called()
+            self.command("--row-length", 200, "--max-documents", 2, "--trees")
+        self.assertEqual([call.args[1] for call in made.mock_calls], [127, 128])
+
     def test_adapters_of_experts(self):
         options = "--lora", "--experts", "--row-length", 24, "--max-documents", 2
         stderr = self.command(*options, status=1)

@@ -1,5 +1,6 @@
 """The variants of an autotuned kernel are compiled together. A GPU compiles real ones."""
 
+import logging
 import sys
 import threading
 import unittest
@@ -170,7 +171,10 @@ class FirstCallTest(unittest.TestCase):
         for options in ({}, {"requires_grad": False}, {"state": state}, {"lengths": None}):
             for expected in (2, 1):
                 del self.calls[:]
-                self.call(**options)
+                with self.assertLogs("transformers_packed", "INFO") as logs:
+                    logging.getLogger("transformers_packed").info("at least one line")
+                    self.call(**options)
+                self.assertNotIn("one after the other", " ".join(logs.output))
                 self.assertEqual(len([x for x in self.calls if x != "backward"]), expected, options)
                 self.assertEqual("backward" in self.calls, expected == 2 and options.get("requires_grad", True))
 

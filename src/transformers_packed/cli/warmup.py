@@ -29,6 +29,9 @@ def add_options(parser: Parser) -> None:
     longest = "most tokens per row (default: %(default)s, as in train)"
     shared("--row-length", default=SAMPLES * LONGEST_SAMPLE, help=longest)
     parser.add_count("--max-documents", "most documents per row (default: 128)")
+    parser.add_argument(
+        "--trees", action="store_true", help="also for rows with trees of samples or groups of answers"
+    )
     parser.add_lora()
     shared("--float8")
     shared("--cuda-graphs", action="store_true", help="run the layers as CUDA graphs")
@@ -76,7 +79,8 @@ def compile_kernels(args: argparse.Namespace) -> None:
             return model(**batch).loss
 
     raise_on_interrupt()
-    found = warm_up(model, args.row_length, max_documents=args.max_documents, loss=loss, dtype=dtype)
+    documents = args.max_documents
+    found = warm_up(model, args.row_length, max_documents=documents, loss=loss, dtype=dtype, trees=args.trees)
     print_kernels(found)
 
 

@@ -40,27 +40,30 @@ def _is_compiled_for(x: torch.Tensor) -> bool:
 
 def _tune(rule: Callable, tensors: tuple, boundaries: SequenceBoundaries | None, options: dict[str, Any]) -> None:
     """Run forward and backward of zeros like these tensors, if this is the first call of its kind."""
-    device, weights = tensors[0].device, [x for x in options.values() if isinstance(x, torch.Tensor)]
-    trains = _needs_backward(*tensors, *weights)
-    rest = {name: (x.dtype, *x.shape[1:]) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    kind = device, trains, boundaries is None, *((x.dtype, *x.shape[2:]) for x in tensors), *rest.items()
+    device, length = tensors[0].device, min(tensors[0].shape[1], _MEASURED)
+    trains = _needs_backward(*tensors, *(x for x in options.values() if isinstance(x, torch.Tensor)))
+    kind = device, trains, boundaries is None, *map(_selects, tensors), *map(_selects, options.values())
 
-    def zeros(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    def zeros(x: Any, *first: int) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        shape = *first, *x.shape[len(first) :]
         return torch.zeros(shape, dtype=x.dtype, device=device, requires_grad=trains and x.requires_grad)
 
     def forward_and_backward() -> None:
-        length = min(tensors[0].shape[1], _MEASURED)
         row = None if boundaries is None else SequenceBoundaries.from_lengths([length], device=device)
-        inputs, given = [zeros(x, 1, length, *x.shape[2:]) for x in tensors], dict(options)
-        for name, x in options.items():
-            if isinstance(x, torch.Tensor):
-                # The state of one document, or a weight of the gate.
-                given[name] = zeros(x, 1 if name == "initial_state" else len(x), *x.shape[1:])
-        outputs = [x for x in rule(*inputs, boundaries=row, **given) if x is not None and x.requires_grad]
-        if outputs:
-            torch.stack([x.float().sum() for x in outputs]).sum().backward()
+        given = {name: zeros(x, *[1] * (name == "initial_state")) for name, x in options.items()}
+        found = rule(*(zeros(x, 1, length) for x in tensors), boundaries=row, **given)
+        outputs = [x for x in found if x is not None and x.requires_grad]
+        if trains:
+            torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
 
     tune_first(rule.__name__, kind, device, forward_and_backward)
+
+
+def _selects(x: Any) -> Any:
+    """Return what of an argument selects kernels: no length of a row, and no number of documents."""
+    return (x.dtype, *x.shape[2:]) if isinstance(x, torch.Tensor) else x
 
 
 @_tuned_first
