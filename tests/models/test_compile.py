@@ -102,6 +102,24 @@ class CompileTest(unittest.TestCase):
             layer.compile(backend="eager")
         self.check(model, compiled)
 
+    @parameterized.expand([("qwen3_5_text",), ("kimi_linear",)])
+    def test_checkpointed_layers(self, family):
+        """Each layer is computed again in backward, as without a compiler."""
+        model, calls = self.tiny(family), []
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        compiled = deepcopy(model)
+        for layer in compiled.model.layers:
+            layer.compile(backend="eager")
+            layer.input_layernorm.register_forward_hook(lambda *_: calls.append("layer"))
+        batch = packed_batch(documents((5, 30)))
+        losses = [one(**batch).loss for one in (model, compiled)]
+        self.assertEqual(*losses)
+        gradients = [
+            torch.autograd.grad(loss, trained(one)) for loss, one in zip(losses, (model, compiled), strict=True)
+        ]
+        self.assertTrue(all(map(torch.equal, *gradients)))
+        self.assertEqual(len(calls), 2 * len(model.model.layers))
+
     def test_hooks_and_the_log(self):
         model, calls = self.model(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SHALLOW)), []
         compiled = torch.compile(model, backend="eager")

@@ -50,7 +50,6 @@ from .inputs import (
     forward_like,
     mask_targets_across_documents,
     may_be_packed,
-    outside,
     resolve_boundaries,
     tokens_of,
 )
@@ -59,7 +58,7 @@ from .packed_model import PackedModelMixin
 from .releases import CHECKPOINTS, FLEX, class_names
 from .replacements import REPLACEMENTS
 from .untouched import gathers_weights
-from .versions import CACHE, CACHES, check_other_families
+from .versions import CACHE, CACHES, check_other_families, outside
 
 
 logger = logging.get_logger(__name__)

@@ -24,7 +24,7 @@ from ..boundary_checks import check_total, position_rows, restarts_in
 from ..errors import input_error
 from ..shared_prompts import SharedPrompts
 from .masks import is_padding, read_documents, read_padding, restarts_with
-from .versions import CACHES, with_signature
+from .versions import CACHES, outside, with_signature
 
 
 logger = logging.get_logger(__name__)
@@ -312,30 +312,6 @@ def with_boundaries(cls: Any, builtin: Any) -> Callable:
 
     parameters = inspect.signature(cls.forward_with_boundaries).parameters.values()
     return forward_like(builtin.forward, run, [p for p in parameters if p.kind is Parameter.KEYWORD_ONLY])
-
-
-def layer_with_boundaries(forward: Callable) -> Callable:
-    """Return the forward of a layer that runs outside of compiled graphs if it is given the boundaries of a packed row."""
-
-    @wraps(forward, updated=())
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() and kwargs.get("boundaries") is not None:
-            return outside(forward, *args, **kwargs)
-        return forward(*args, **kwargs)
-
-    return run
-
-
-def outside(forward: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call a forward for a packed row outside of compiled graphs.
-
-    A compiler would replace the fused ops by their references, split the graph at each op that reads boundaries, and keep
-    all logits.
-    """
-    # A late import: it imports torch's compiler.
-    from ..ops.dispatch import outside_of_graphs
-
-    return outside_of_graphs(forward, *args, **kwargs)
 
 
 def _trains_or_packs(model: Any, inputs: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ unchanged.
 """
 
 from collections.abc import Callable
-from inspect import getattr_static, signature
+from inspect import getattr_static
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from ..errors import input_error
-from .inputs import layer_with_boundaries, with_boundaries
+from .inputs import with_boundaries
 from .installed import hold, release
 from .releases import forward_inside_hooks, forward_inside_trl, has_hooks, is_trl_forward, record_outputs, with_hooks
 from .trl_head import beside_trl
@@ -37,8 +37,6 @@ def replaces_builtin(cls: Any) -> type:
     (builtin,) = (base for base in cls.__bases__ if base.__name__ == cls.__name__)
     if hasattr(cls, "forward_with_boundaries"):
         cls.forward = with_boundaries(cls, builtin)
-    elif "forward" in vars(cls) and "kwargs" in signature(cls.forward).parameters:
-        cls.forward = layer_with_boundaries(cls.forward)
     for name, method in vars(cls).items():
         # Families that share a method's code differ in its return annotation, which tools read.
         returned = getattr(getattr(builtin, name, None), "__annotations__", {}).get("return")

@@ -33,11 +33,17 @@ CACHES = ("cache", *_EARLIER_CACHES, "state")
 
 
 def takes_cache(name: str) -> Callable[[Callable], Callable]:
-    """Let a method with the argument `cache` take it by all its names, and show the `name` of this release."""
+    """Let the forward of a layer take the argument `cache` by all its names, and show the `name` of this release.
+
+    Given the boundaries of a packed row, the layer runs outside of compiled graphs. A wrapper around the class's `forward`
+    would take the place of the one with which Transformers checkpoints layers.
+    """
 
     def decorate(method: Callable) -> Callable:
         @wraps(method)
         def renamed(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() and kwargs.get("boundaries") is not None:
+                return outside(renamed, *args, **kwargs)
             for earlier in _EARLIER_CACHES:
                 if earlier in kwargs and "cache" in kwargs:
                     raise TypeError(f"{method.__name__}() got both cache and {earlier}")
@@ -52,6 +58,18 @@ def takes_cache(name: str) -> Callable[[Callable], Callable]:
         return with_signature(renamed, signature.replace(parameters=parameters))
 
     return decorate
+
+
+def outside(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a forward for a packed row outside of compiled graphs.
+
+    A compiler would replace the fused ops by their references, split the graph at each op that reads boundaries, and keep
+    all logits.
+    """
+    # A late import: it imports torch's compiler.
+    from ..ops.dispatch import outside_of_graphs
+
+    return outside_of_graphs(forward, *args, **kwargs)
 
 
 def with_signature(function: Callable, signature: inspect.Signature) -> Callable:
