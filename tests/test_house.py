@@ -19,7 +19,7 @@ LATE_IMPORTS = (
     ("models/packed_model.py", "ops.attention"),  # the compiler of torch, for checkpoints that keep attention
     ("models/packed_model.py", "models.segments"),  # the compiler of torch, for layers that cut rows
     ("models/quantized_weights.py", "ops.dequantization"),  # the compiler of torch, for experts in 4 bit
-    ("models/inputs.py", "ops.dispatch"),  # the compiler of torch, for compiled models
+    ("models/versions.py", "ops.dispatch"),  # the compiler of torch, for compiled models
     ("models/masks.py", "ops.autograd"),  # the compiler of torch, for masks in transforms
 )
 # Ways to read state that was not passed as an argument.
