@@ -79,8 +79,6 @@ class HostCheckpoints:
             `ValueError`: `function` writes into one of its arguments, whose copy would then be of neither state.
             `MemoryError`: the host has no memory for the copies, which are not automatic.
         """
-        if self.automatic and torch.compiler.is_compiling():
-            return checkpoint(function, *args, **kwargs)
         with saved_tensors_hooks(self._save, _load):
             return checkpoint(function, *args, **kwargs)
 
