@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
@@ -27,6 +29,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, rep
 from transformers_packed import DataCollatorWithFlattening, registered, use_cuda_graphs, use_float8
 from transformers_packed.models.checkpoint_formats import PackedWeight
 from transformers_packed.models.cuda_graphs import graph_length
+from transformers_packed.models.host_parameters import loading_to_host, move_to_host
 from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.quantization import (
     SENSITIVE,
@@ -242,10 +245,11 @@ def quantize(model: torch.nn.Module, experts: bool = True) -> None:
     model.is_loaded_in_4bit = True
 
 
-def make_base(config: dict, kind: str, device: str) -> torch.nn.Module:
-    """A causal model of random weights: in NF4, in torchao's float8, or as released, in FP8, NVFP4 or as AWQ has them.
+def make_base(config: dict, kind: str, device: str, on_host: bool = False) -> torch.nn.Module:
+    """A causal model of random weights: in bfloat16, NF4, torchao's float8, or as released, in FP8, NVFP4 or as AWQ has them.
 
-    Its experts in bfloat16 exist for one layer at a time.
+    Its experts in bfloat16 exist for one layer at a time, unless they stay so. With `on_host`, those of a layer go to host
+    memory before the next ones are made.
     """
 
     def on_meta() -> torch.nn.Module:
@@ -254,32 +258,57 @@ def make_base(config: dict, kind: str, device: str) -> torch.nn.Module:
 
     model = on_meta()
     if kind == "nf4":
-        initialize_in_4bit(model, nf4(torch.bfloat16), device)
+        with loading_to_host() if on_host else nullcontext():
+            initialize_in_4bit(model, nf4(torch.bfloat16), device)
         return model
     if kind == "fp8":
-        in_blocks = on_meta()
-        replace_with_fp8_linear(in_blocks, ["lm_head", *SENSITIVE], FineGrainedFP8Config(), pre_quantized=True)
-        for name, module in initialized_modules(model, device):
-            stored = in_blocks.get_submodule(name)
-            if isinstance(stored, (FP8Linear, FP8Experts)):
-                fill_blocks(stored.to_empty(device=device), module)
-                model.set_submodule(name, stored)
-        model.tie_weights()
-        return model
-    if kind in ("nvfp4", "awq"):
-        for name, module in initialized_modules(model, device):
-            linear = type(module) is torch.nn.Linear and not keeps_dtype(name)
-            for parameter in ("weight",) if linear else EXPERTS if module in experts_of(module) else ():
-                shape = getattr(module, parameter).shape
-                setattr(module, parameter, torch.nn.Parameter(in_groups(shape, kind, device), requires_grad=False))
-        model.tie_weights()
-        return model
-    for _, module in initialized_modules(model, device):
-        if module in experts_of(module):
-            store_in_float8(module)
+        store = in_blocks_of(on_meta)
+    else:
+        store = {"bfloat16": keep, "float8": store_experts}.get(kind, partial(store_in_groups, kind=kind))
+    for name, module in initialized_modules(model, device):
+        stored = store(name, module)
+        if stored is not module:
+            model.set_submodule(name, stored)
+        if on_host and {*EXPERTS} <= stored._parameters.keys():
+            move_to_host(stored.requires_grad_(False))
     model.tie_weights()
-    store_in_float8(model)
+    if kind == "float8":
+        store_in_float8(model)
     return model
+
+
+def keep(name: str, module: torch.nn.Module) -> torch.nn.Module:
+    return module
+
+
+def store_experts(name: str, module: torch.nn.Module) -> torch.nn.Module:
+    if module in experts_of(module):
+        store_in_float8(module)
+    return module
+
+
+def store_in_groups(name: str, module: torch.nn.Module, kind: str) -> torch.nn.Module:
+    linear = type(module) is torch.nn.Linear and not keeps_dtype(name)
+    for parameter in ("weight",) if linear else EXPERTS if module in experts_of(module) else ():
+        weight = getattr(module, parameter)
+        groups = in_groups(weight.shape, kind, weight.device)
+        setattr(module, parameter, torch.nn.Parameter(groups, requires_grad=False))
+    return module
+
+
+def in_blocks_of(on_meta: Callable[[], torch.nn.Module]) -> Callable[[str, torch.nn.Module], torch.nn.Module]:
+    """What stores a module of a model as Transformers' class for FP8 if it has one."""
+    in_blocks = on_meta()
+    replace_with_fp8_linear(in_blocks, ["lm_head", *SENSITIVE], FineGrainedFP8Config(), pre_quantized=True)
+
+    def store(name: str, module: torch.nn.Module) -> torch.nn.Module:
+        stored = in_blocks.get_submodule(name)
+        if not isinstance(stored, (FP8Linear, FP8Experts)):
+            return module
+        fill_blocks(stored.to_empty(device=next(module.parameters()).device), module)
+        return stored
+
+    return store
 
 
 def in_groups(shape: torch.Size, kind: str, device: str) -> PackedWeight:

@@ -11,6 +11,7 @@ between one GPU, DDP and FSDP2, as accelerate does for any Trainer:
     python benchmarks/whole_steps.py --model 9B --checkpointing --optim flash_adamw_release --output optimizers.json
     python benchmarks/whole_steps.py --model 27B --weights bfloat16 --lora --checkpointing --offload --tokens 65536
     python benchmarks/whole_steps.py --model 4B --weights bfloat16 --lora --checkpointing --tokens 65536 --one-document --segment-tokens 16384
+    python benchmarks/whole_steps.py --model 35B-A3B --weights nvfp4 --lora --checkpointing --experts-in-host-memory
 
 `--torch-compile` sets `torch_compile=True`, counts what is compiled up to the end of `--warmup` and in the steps after it, and
 compares the gradients of a row with those of the model that is not compiled:
@@ -40,7 +41,13 @@ from step import versions
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_seed
 
-from transformers_packed import GradientReleaseCallback, PackedTrainer, PackedTrainingArguments
+from transformers_packed import (
+    GradientReleaseCallback,
+    PackedTrainer,
+    PackedTrainingArguments,
+    keep_experts_in_host_memory,
+)
+from transformers_packed.models.host_experts import bytes_in_host_memory
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 from transformers_packed.models.releases import checkpoint_of
 from transformers_packed.models.versions import checkpointing_argument
@@ -54,7 +61,7 @@ PEAK_FLOPS = 989.4e12
 # Frozen weights that `make_base` makes.
 STORED = ("float8", "nf4", "fp8", "nvfp4", "awq")
 # The options that a result repeats.
-SETTINGS = "model weights tokens one_document optim checkpointing offload segment_tokens lora linear float8 graphs torch_compile waits ddp_find_unused_parameters comm_hook".split()
+SETTINGS = "model weights tokens one_document optim checkpointing offload segment_tokens lora linear experts_in_host_memory float8 graphs torch_compile waits ddp_find_unused_parameters comm_hook".split()
 
 
 def lengths_of(args, seed: int = 0) -> list[int]:
@@ -244,8 +251,8 @@ def measure(args, config: dict) -> dict:
         ddp_find_unused_parameters=args.ddp_find_unused_parameters,
         **options,
     )
-    if args.weights in STORED:
-        model = make_base(config, args.weights, settings.device)
+    if args.weights in STORED or args.experts_in_host_memory:
+        model = make_base(config, args.weights, settings.device, args.experts_in_host_memory)
     else:
         with settings.device:
             model = AutoModelForCausalLM.from_config(
@@ -253,6 +260,8 @@ def measure(args, config: dict) -> dict:
             )
     if args.lora:
         model = with_lora(model, False, not args.linear)
+    if args.experts_in_host_memory:
+        keep_experts_in_host_memory(model)
     # Weights in fewer bits were others before, whose memory would count as reserved.
     torch.cuda.empty_cache()
     clock = Clock(args)
@@ -293,6 +302,11 @@ def measure(args, config: dict) -> dict:
         "tokens_per_second_per_gpu": round(tokens / seconds),
         "model_flops_utilization": round(flops / seconds / PEAK_FLOPS, 4),
         "peak_GiB": round(clock.peak / 2**30, 2),
+        **(
+            {"experts_on_host_GiB": round(bytes_in_host_memory(model) / 2**30, 2)}
+            if args.experts_in_host_memory
+            else {}
+        ),
         **({"reserved_GiB": round(clock.reserved / 2**30, 2)} if clock.peak else {}),
         "first_step_seconds": round(clock.times[1] - clock.begin, 2),
         "losses": clock.losses,
@@ -327,6 +341,8 @@ def main() -> int:
     parser.add_argument("--segment-tokens", type=int, metavar="N", help="let layers compute segments of N tokens")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers and experts")
     parser.add_argument("--linear", action="store_true", help="with --lora, none on experts")
+    on_host = "with --lora, keep the experts in host memory, in --weights bfloat16 or fewer bits but those of torchao"
+    parser.add_argument("--experts-in-host-memory", action="store_true", help=on_host)
     parser.add_argument("--float8", action="store_true")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="default: PackedTrainer decides")
     parser.add_argument("--torch-compile", action="store_true", help="torch_compile=True, and what it compiled")
@@ -344,6 +360,8 @@ def main() -> int:
     args = parser.parse_args()
     if (args.offload is not None or args.segment_tokens) and not args.checkpointing:
         parser.error("--offload, --no-offload and --segment-tokens need --checkpointing")
+    if args.experts_in_host_memory and (not args.lora or args.weights not in ("bfloat16", *STORED[1:])):
+        parser.error(f"--experts-in-host-memory needs --lora and --weights of bfloat16, {', '.join(STORED[1:])}")
     args.weights = args.weights or (OPTIMIZERS[args.optim].weights if args.optim in OPTIMIZERS else "float32")
     first = int(os.environ.get("RANK", 0)) == 0
     config = with_layers(MODELS[args.model], args.layers)

@@ -8,8 +8,9 @@ import unittest
 
 import torch
 from common.families import tiny_config
-from scripts.trainer_arms import Samples
-from transformers import Qwen3_5ForCausalLM, Trainer, TrainingArguments
+from common.processes import EXPERTS
+from scripts.trainer_arms import TINY, Samples
+from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Trainer, TrainingArguments
 from typed import public_api
 
 import transformers_packed
@@ -28,6 +29,8 @@ class PublicApiTest(unittest.TestCase):
 
     def test_models(self):
         public_api.models(model())
+        mixture = patch_model(Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**TINY, **EXPERTS)))
+        public_api.mixtures(mixture.requires_grad_(False))
 
     def test_rows(self):
         self.assertEqual(len(list(public_api.rows(self.samples, patch_model(model())))), 3)

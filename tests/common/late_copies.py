@@ -40,7 +40,7 @@ class LateCopies(offload.Copies):
     def __init__(self, device: torch.device, automatic: bool = False):
         with mock.patch("torch.cuda.Stream"):
             super().__init__(device, automatic)
-        self.queue, self.copies, self.allocated, self.time = [], 0, 0, 0.0
+        self.queue, self.copies, self.allocated, self.pinned, self.time = [], 0, 0, 0, 0.0
 
     def compute_stream(self):
         return SimpleNamespace(wait_event=Event.wait)
@@ -55,8 +55,12 @@ class LateCopies(offload.Copies):
     def start(self, target, source):
         # Arrays share the memory, and later changes do not count as changes of the tensor.
         self.copies, (to, of) = self.copies + 1, (x.detach().numpy() for x in (target, source))
-        to[:] = np.nan
+        # Bytes of this value are NaN in any floating dtype.
+        to[:] = np.nan if target.is_floating_point() else 255
         return Event(self, self.time + self.copy_ms, lambda: np.copyto(to, of))
+
+    def pin(self, pages, what, fix):
+        self.pinned += 1
 
     def allocate(self, size):
         self.allocated += 1

@@ -223,6 +223,7 @@ class BuffersTest(unittest.TestCase):
     def test_pinned_pages(self):
         """Whole pages of the host's memory, whatever the default device is, and not for longer than their buffer."""
         cudart = mock.Mock(**{"cudaHostRegister.return_value": 0})
+        self.enterContext(mock.patch.object(LateCopies, "pin", offload.Copies.pin))
         with mock.patch.object(offload, "_cudart", lambda: cudart), torch.device("meta"):
             buffers = [offload.Copies.allocate(self.pool, 1 << 16) for _ in range(3)]
             for buffer, call in zip(buffers, cudart.cudaHostRegister.call_args_list, strict=True):

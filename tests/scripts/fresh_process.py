@@ -17,8 +17,15 @@ from packaging.version import Version
 
 PICKLE = Path(sys.argv[1], "model.pickle")
 # These import the ops, and thereby `transformers.modeling_utils`, which imports the compiler of torch.
-LATE = (".audit", ".models.cuda_graphs", ".models.float8", ".models.mtp_head", ".training.configure")
-LATE += (".ops.invariance", ".training.callbacks", ".training.trainer", ".training.verify", ".training.warm_up")
+LATE = (".audit", ".models.cuda_graphs", ".models.float8", ".models.host_experts", ".models.mtp_head")
+LATE += (
+    ".training.configure",
+    ".ops.invariance",
+    ".training.callbacks",
+    ".training.trainer",
+    ".training.verify",
+    ".training.warm_up",
+)
 STOCK = ("modeling_utils", "masking_utils", "cache_utils", "data.data_collator", "trainer", "integrations.hub_kernels")
 STOCK += ("models.auto.modeling_auto", "utils.output_capturing", "models.qwen3_5.modeling_qwen3_5")
 TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 16}

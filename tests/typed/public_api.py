@@ -8,7 +8,14 @@ from typing import Any, assert_type
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from transformers_packed import (
     AuditReport,
@@ -29,6 +36,7 @@ from transformers_packed import (
     audit_model,
     batch_invariant,
     configure_packing,
+    keep_experts_in_host_memory,
     mtp_acceptance,
     pack_dataset,
     patch_model,
@@ -47,6 +55,10 @@ from transformers_packed import (
 )
 from transformers_packed.ops import glu
 from transformers_packed.parallel import SequenceParallel
+
+
+def mixtures(model: Qwen3_5MoeForCausalLM) -> None:
+    assert_type(keep_experts_in_host_memory(model), Qwen3_5MoeForCausalLM)
 
 
 def models(model: Qwen3_5ForCausalLM) -> None:

@@ -31,6 +31,8 @@ from ..models.checkpoint_kinds import stored_as
 from ..models.cuda_graphs import graph_length, use_cuda_graphs
 from ..models.families import EXPERT_WEIGHTS, OWN, SIZED, family_of, sizes_of, titles
 from ..models.float8 import use_float8
+from ..models.host_experts import bytes_in_host_memory, keep_experts_in_host_memory
+from ..models.host_parameters import loading_to_host
 from ..models.lora import adapted_layers
 from ..models.losses import DivergenceLoss
 from ..models.memory import NF4
@@ -245,6 +247,7 @@ def supported_config(source: str, settings: Namespace | None = None, option: str
     has_experts = bool(sizes_of(config).mixtures)
     for name, possible, expected in (
         ("experts", has_experts, "a mixture of experts"),
+        ("experts_in_host_memory", has_experts, "a mixture of experts"),
         ("cuda_graphs", has_graphs, f"a checkpoint of {titles(able)}"),
         ("float8", has_graphs, f"a checkpoint of {titles(able)}"),
     ):
@@ -328,9 +331,17 @@ def load_model(source: str, settings: Namespace, dtype: torch.dtype) -> PreTrain
     if settings.load_in_4bit:
         # Each weight is quantized on the device where it stays.
         options |= {"quantization_config": nf4(dtype), "device_map": {"": device_of_this_process()}}
-    with registered():
+    on_host = getattr(settings, "experts_in_host_memory", False)
+    with registered(), loading_to_host() if on_host else nullcontext():
         model = load_weights("--model", source, AutoModelForCausalLM, **options)
-    return with_adapters(model, settings) if settings.lora else model
+    model = with_adapters(model, settings) if settings.lora else model
+    if on_host:
+        keep_experts_in_host_memory(model)
+        if settings.load_in_4bit:
+            # Trainer does not move the adapters of experts, which PEFT puts beside their weights.
+            model.to(device_of_this_process())
+        say(f"Experts in host memory: {bytes_in_host_memory(model) / 2**30:,.1f} GiB.")
+    return model
 
 
 def load_teacher(settings: Namespace, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> PreTrainedModel:

@@ -28,6 +28,7 @@ def add_options(parser: Parser) -> None:
     weights = "dtype of weights, gradients and moments; with --lora of frozen weights"
     shared("--weights", default=None, help=f"{weights} (default: as in `train`)")
     parser.add_lora("train LoRA adapters on all linear layers")
+    shared("--experts-in-host-memory")
     head = parser.add_mutually_exclusive_group()
     head.add_argument("--mtp", action="store_true", help="also train the head of multi-token prediction")
     shared("--mtp-only", to=head)
@@ -68,5 +69,6 @@ def run(args: argparse.Namespace) -> None:
         mtp_only=args.mtp_only,
         keep_attention=args.keep_attention,
         segment_tokens=args.segment_tokens,
+        experts_in_host_memory=args.experts_in_host_memory,
     )
     print(plan.summary())

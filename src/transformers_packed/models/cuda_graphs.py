@@ -29,6 +29,7 @@ from ..ops.offload import HostCheckpoints
 from .experts import isolates
 from .families import OWN, families_of, titles
 from .family import Own
+from .host_parameters import host_of
 from .quantized_weights import StoredWeight, tensors_of
 from .recordings import RecordedLayers, RecordedRow, Use, is_on_gpu, new_place, same_counts
 from .releases import checkpoint_of
@@ -361,6 +362,7 @@ def _reasons_of_layers(
     yield saved_tensor_hooks() is not None, "a saved-tensor hook is active"
     isolated = all(isolates(layer.mlp.experts) for layer in layers if hasattr(layer.mlp, "experts"))
     yield not isolated, "the kernels of the experts depend on the routing"
+    yield any(host_of(module) is not None for module in modules), "the experts are in host memory"
     trained = hidden_states.requires_grad
     for module in modules:
         if _is_hooked(module):

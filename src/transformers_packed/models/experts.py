@@ -19,6 +19,7 @@ from ..ops.dispatch import ran
 from ..ops.moe import verify_triton
 from ..ops.terms import Adapter, DequantizedExperts
 from .families import EXPERT_CLASSES
+from .host_parameters import needs_copies
 from .installed import EXPERTS
 from .lora import adapter_of_parameter, is_lora, lora_class
 from .quantized_weights import is_replaced
@@ -29,12 +30,13 @@ from .versions import has_post_expert_norm
 
 
 _DEFAULT = "grouped_mm"
+_ON_GPU = "Or leave the experts on the GPU."
 
 
 def switch_implementation(model: torch.nn.Module, ours: bool) -> None:
     """Replace Transformers' default implementation of all experts in `model` by ours, or ours by that default."""
     before, after = (_DEFAULT, EXPERTS) if ours else (EXPERTS, _DEFAULT)
-    configs: list[Any] = [module.config for module in model.modules() if _is_known(module)]
+    configs: list[Any] = [module.config for module in model.modules() if is_known(module)]
     for config in configs:
         if experts_of(config) == before:
             set_experts(config, after)
@@ -59,10 +61,9 @@ def replaced_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def isolates(module: Any) -> bool:
     """Whether the result of a token in this module of experts is bit-identical whatever other tokens there are."""
-    while hasattr(module, "base_layer"):
-        module = module.base_layer
+    module = _inside_adapters(module)
     # Any other module may lack these attributes, or have a forward of its own.
-    if not _is_known(module) or experts_of(module.config) != EXPERTS:
+    if not is_known(module) or experts_of(module.config) != EXPERTS:
         return False
     # The dtype of the input does not matter.
     x = torch.empty(1, module.config.hidden_size, dtype=torch.bfloat16, device=next(module.parameters()).device)
@@ -105,6 +106,7 @@ def run_experts(
             return output + shared if gated is None else output
         if any(adapters):
             ran("experts_lora", "peft", [weights])
+    _check_copies(module, hidden_states)
     shared = shared if shared_gate is None else torch.sigmoid(shared_gate) * shared
     return module(hidden_states, top_k_index, top_k_weights) + shared
 
@@ -128,7 +130,7 @@ def _adapters_of(module: Any) -> tuple[Any, list[Adapter | None] | None]:
         module = module.base_layer
     # [`weight_of_experts`] knows the types of weights.
     kinds = tuple(map(type, module._parameters.values()))
-    plain = _is_known(module) and is_untouched(module, type(module), parameters=kinds)
+    plain = is_known(module) and is_untouched(module, type(module), parameters=kinds)
     if not plain or experts_of(module.config) != EXPERTS:
         return module, None
     return module, [found.get(name) for name in ("gate_up_proj", "down_proj")]
@@ -151,6 +153,8 @@ def experts_forward(
     weights = _weights_for_op(self, hidden_states, top_k_index, top_k_weights)
     if not isinstance(weights, str):
         return experts(hidden_states, top_k_index, top_k_weights, *weights)
+    if needs_copies(self, hidden_states.device):
+        raise input_error("experts in host memory that the op of this package computes", f"others: {weights}", _ON_GPU)
     ran("experts", _DEFAULT, [weights])
     grouped_mm = fp8_grouped_mm_experts_forward if has_experts_in_blocks(self) else moe.grouped_mm_experts_forward
     return grouped_mm(self, hidden_states, top_k_index, top_k_weights)
@@ -167,7 +171,21 @@ def weights_of(module: Any, hidden_states: torch.Tensor) -> list[torch.Tensor | 
     return [gate_up, down]
 
 
-def _is_known(module: torch.nn.Module) -> bool:
+def _inside_adapters(module: Any) -> Any:
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
+
+
+def _check_copies(module: Any, hidden_states: torch.Tensor) -> None:
+    """Raise a `ValueError` if a function of Transformers would read weights that are in host memory."""
+    inner = _inside_adapters(module)
+    if needs_copies(inner, hidden_states.device) and experts_of(inner.config) != EXPERTS:
+        expected = f'experts_implementation="{EXPERTS}" for experts in host memory'
+        raise input_error(expected, repr(experts_of(inner.config)), _ON_GPU)
+
+
+def is_known(module: torch.nn.Module) -> bool:
     """Whether the class of these experts is one that the op can compute."""
     return type(module).__name__ in EXPERT_CLASSES or has_experts_in_blocks(module)
 

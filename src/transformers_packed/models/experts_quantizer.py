@@ -8,6 +8,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .families import EXPERT_CLASSES, EXPERT_WEIGHTS
+from .host_parameters import loaded
 from .quantization import QuantizationMixin
 from .quantized_weights import ExpertsIn4bit, dequantize, write_entries
 
@@ -84,4 +85,4 @@ class _Deserialize(ConversionOps):
 def _parameter(model: Any, name: str, weights: ExpertsIn4bit) -> torch.nn.Parameter:
     module = model.get_submodule(name.rpartition(".")[0])
     write_entries(module)
-    return torch.nn.Parameter(weights, requires_grad=False)
+    return torch.nn.Parameter(loaded(module, weights), requires_grad=False)

@@ -43,13 +43,15 @@ class Lora:
     """LoRA adapters of a rank on all linear layers, and with `experts` on experts. Without a rank, all is trained.
 
     With `mtp_only`, the head of multi-token prediction is trained alone, and the rest runs without gradients.
-    `stored` is how frozen linear layers and experts are stored if they are quantized.
+    `stored` is how frozen linear layers and experts are stored if they are quantized. With `on_host`, frozen experts are in
+    host memory.
     """
 
     rank: int = 0
     experts: bool = False
     stored: Stored | None = None
     mtp_only: bool = False
+    on_host: bool = False
 
     @property
     def freezes(self) -> bool:
@@ -64,6 +66,17 @@ class Lora:
 
 # Full fine-tuning.
 ALL_TRAINED = Lora()
+
+
+def experts_in_host_memory(sizes: Sizes, width: int, lora: Lora) -> tuple[float, float]:
+    """Bytes of the experts in host memory, and of those of two layers, which the GPU has at a time.
+
+    `width` is the size of a parameter in bytes if it is not quantized.
+    """
+    if not lora.on_host:
+        return 0.0, 0.0
+    each = lora.stored.bytes if lora.stored else width
+    return each * sum(sizes.expert_parameters), each * sum(sorted(sizes.expert_parameters)[-2:])
 
 
 def loss_memory(sizes: Sizes, tokens: int, frozen: bool = False, stream: int = HALF) -> float:

@@ -5,6 +5,7 @@ which PEFT does not adapt. [`adopt`] turns such parameters into ours.
 """
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -159,6 +160,12 @@ def tensors_of(weights: torch.Tensor) -> list[torch.Tensor]:
 
     weights.copied(listed)
     return found
+
+
+def with_tensors(weights: StoredWeight, tensors: Iterable[torch.Tensor]) -> StoredWeight:
+    """Return weights whose numbers are in other tensors, in the order of [`tensors_of`]."""
+    others = iter(tensors)
+    return weights.copied(lambda _: next(others))
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list:

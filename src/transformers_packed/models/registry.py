@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..errors import input_error
 from .families import OWN, families_of_class, modeling_module
 from .family import Isolated, Refused
+from .host_parameters import host_of
 from .installed import REGISTERED, hold, install_registration, is_registered, late, unregister
 from .packed_model import PackedModelMixin
 from .quantized_weights import adopt
@@ -273,8 +274,8 @@ def unpatch_model(model: Model) -> Model:
         `torch.nn.Module`: the same object.
 
     Raises:
-        `ValueError`: the model is sharded by FSDP, or a module cannot be converted because its class is a subclass of
-            ours or because it has its own `forward`. The model is unchanged in these cases.
+        `ValueError`: the model is sharded by FSDP, its experts are in host memory, or a module cannot be converted because
+            its class is a subclass of ours or because it has its own `forward`. The model is unchanged in these cases.
 
     Example:
 
@@ -289,6 +290,9 @@ def unpatch_model(model: Model) -> Model:
     ```
     """
     classes = {ours: builtin for builtin, ours in REPLACEMENTS.items()}
+    if any(host_of(module) is not None for module in model.modules()):
+        got, fix = "experts in host memory, which stock classes do not copy to the GPU", "Load the model again."
+        raise input_error("experts on the model's device", got, fix)
     apply_changes(find_changes(model, classes, related=lambda cls: issubclass(cls, tuple(classes))))
     late("experts").switch_implementation(model, ours=False)
     return model

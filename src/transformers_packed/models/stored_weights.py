@@ -5,8 +5,9 @@ the others return `None`.
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +17,8 @@ from ..ops.dequantization import dequantize_4bit, dequantize_blocks, dequantize_
 from ..ops.float8 import float8_rows_of
 from ..ops.terms import Dequantized, DequantizedExperts, Float8Weight
 from .checkpoint_formats import Blocks, PackedWeight
-from .quantized_weights import StoredWeight
+from .host_parameters import HostWeight, copies_of, needs_copies
+from .quantized_weights import StoredWeight, with_tensors
 from .untouched import is_bare_linear, is_untouched
 
 
@@ -91,26 +93,28 @@ def _in_blocks(layer, in_float8, hidden_states):
     """A weight in e4m3 with a scale for each block, or for all. It is frozen. The input is not cast to float8."""
     if not is_in_blocks(layer) or not is_untouched(layer, type(layer)):
         return None
-    return _dequantized_blocks(layer, "weight", hidden_states, Dequantized)
+    found = _blocks_of(layer, "weight", hidden_states)
+    return None if found is None else Dequantized(found.weight.shape, found.weight.dtype, found.weight.compute)
 
 
-def _dequantized_blocks(module: Any, name: str, hidden_states: torch.Tensor, kind: type) -> Any:
-    weight, scale = getattr(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
-    if weight.dtype != torch.float8_e4m3fn:
+def _blocks_of(module: Any, name: str, hidden_states: torch.Tensor) -> "ExpertsWeight | None":
+    given = getattr(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
+    shape, number = given[0].shape, given[1].shape[-2] if given[1].ndim else 1
+    if given[0].dtype != torch.float8_e4m3fn:
         return None
-    scale = scale.view(1, 1) if scale.ndim == 0 else scale
     # Without blocks, one scale is for the whole weight of a layer or an expert.
-    high, wide = module.block_size or weight.shape[-2:]
-    rows, number = weight.shape[-2], scale.shape[-2]
+    high, wide = module.block_size or shape[-2:]
     # Gates and the other half of `gate_up_proj` have one each, however few rows they have.
-    high = rows // number if number > ceil_div(rows, high) else high
+    high = shape[-2] // number if number > ceil_div(shape[-2], high) else high
     dtype = autocast_dtype(hidden_states) or hidden_states.dtype
 
-    def compute(*experts: int, impl: str = "auto") -> torch.Tensor:
+    def compute(tensors: Sequence[torch.Tensor], *experts: int, impl: str = "auto") -> torch.Tensor:
+        weight, scale = tensors
+        scale = scale.view(1, 1) if scale.ndim == 0 else scale
         part = slice(*experts) if experts else slice(None)
         return dequantize_blocks(weight[part], scale[part], (high, wide), dtype, impl=impl)
 
-    return kind(weight.shape, dtype, compute)
+    return ExpertsWeight.stored(shape, dtype, given, compute)
 
 
 def has_experts_in_blocks(module: torch.nn.Module) -> bool:
@@ -118,10 +122,33 @@ def has_experts_in_blocks(module: torch.nn.Module) -> bool:
     return type(module) is _class_in_blocks("FP8Experts")
 
 
+class ExpertsWeight(NamedTuple):
+    """A weight of experts.
+
+    Args:
+        weight (`torch.Tensor` or [`DequantizedExperts`]):
+            The weight where it is stored.
+        compute (`Callable[[Sequence[torch.Tensor], int, int], torch.Tensor]`):
+            Returns the weights of some experts, as [`DequantizedExperts`] does, from copies of the tensors that hold them.
+    """
+
+    weight: torch.Tensor | DequantizedExperts
+    compute: Callable[..., torch.Tensor]
+
+    @classmethod
+    def stored(cls, shape: torch.Size, dtype: torch.dtype, tensors: Sequence[torch.Tensor], compute: Callable) -> Any:
+        """Return a weight that `compute` computes from these tensors."""
+        return cls(DequantizedExperts(shape, dtype, partial(compute, tensors)), compute)
+
+
 def _plain_experts(module, name, hidden_states):
     weight = getattr(module, name)
-    plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and not has_experts_in_blocks(module)
-    return weight if plain else None
+    plain = type(weight) in (torch.Tensor, torch.nn.Parameter, HostWeight) and not has_experts_in_blocks(module)
+    return ExpertsWeight(weight, _some) if plain else None
+
+
+def _some(tensors: Sequence[torch.Tensor], first: int, last: int) -> torch.Tensor:
+    return tensors[0][first:last]
 
 
 def _stored_experts(module, name, hidden_states):
@@ -129,7 +156,11 @@ def _stored_experts(module, name, hidden_states):
     weight = getattr(module, name)
     if not isinstance(weight, StoredWeight) or weight.requires_grad:
         return None
-    return DequantizedExperts(weight.shape, weight.product_dtype, weight.compute)
+
+    def compute(tensors: Sequence[torch.Tensor], first: int, last: int, impl: str = "auto") -> torch.Tensor:
+        return with_tensors(weight, tensors).compute(first, last, impl)
+
+    return ExpertsWeight(DequantizedExperts(weight.shape, weight.product_dtype, weight.compute), compute)
 
 
 def _torchao_experts(module, name, hidden_states):
@@ -137,19 +168,18 @@ def _torchao_experts(module, name, hidden_states):
     stored = None if weight.requires_grad else float8_rows_of(weight)
     if stored is None:
         return None
-    (values, scale), dtype = stored, weight.dtype
+    dtype = weight.dtype
 
-    def compute(first: int, last: int, impl: str = "auto") -> torch.Tensor:
+    def compute(tensors: Sequence[torch.Tensor], first: int, last: int, impl: str = "auto") -> torch.Tensor:
+        values, scale = tensors
         return dequantize_rows(values[first:last], scale[first:last], dtype, impl=impl)
 
-    return DequantizedExperts(values.shape, dtype, compute)
+    return ExpertsWeight.stored(stored[0].shape, dtype, stored, compute)
 
 
 def _experts_in_blocks(module, name, hidden_states):
     """Experts as [`_in_blocks`] has linear layers."""
-    if not has_experts_in_blocks(module):
-        return None
-    return _dequantized_blocks(module, name, hidden_states, DequantizedExperts)
+    return _blocks_of(module, name, hidden_states) if has_experts_in_blocks(module) else None
 
 
 # Each gets a layer, whether its products run in float8, and its input. It also has to see that the layer is untouched. For
@@ -162,7 +192,7 @@ _LINEAR: tuple[Callable[[torch.nn.Module, bool, torch.Tensor], Any], ...] = (
     _in_blocks,
 )
 # Each gets a module of experts, the name of the weight, and the input.
-_EXPERTS: tuple[Callable[[torch.nn.Module, str, torch.Tensor], Any], ...] = (
+_EXPERTS: tuple[Callable[[torch.nn.Module, str, torch.Tensor], ExpertsWeight | None], ...] = (
     _plain_experts,
     _stored_experts,
     _torchao_experts,
@@ -179,7 +209,15 @@ def weight_of_experts(
     module: torch.nn.Module, name: str, hidden_states: torch.Tensor
 ) -> torch.Tensor | DequantizedExperts | None:
     """Return a weight of experts for the op, or `None` if it is of an unknown kind."""
-    return next((x for x in (kind(module, name, hidden_states) for kind in _EXPERTS) if x is not None), None)
+    found = next((x for x in (kind(module, name, hidden_states) for kind in _EXPERTS) if x is not None), None)
+    if found is None or not needs_copies(module, hidden_states.device):
+        return None if found is None else found.weight
+    weight, tensors = found.weight, copies_of(module, name, hidden_states.device)
+
+    def compute(first: int, last: int, **options: Any) -> torch.Tensor:
+        return found.compute(tensors(), first, last, **options)
+
+    return DequantizedExperts(weight.shape, weight.dtype, compute)
 
 
 def in_fewer_bits(model: torch.nn.Module) -> list[str]:

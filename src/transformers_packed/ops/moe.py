@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import input_error, shapes
-from .autograd import autocast_dtype
+from .autograd import autocast_dtype, compute_dtype
 from .backends import triton
 from .dispatch import Call, Implementation, Setting, run, with_triton
 from .norm import widened
@@ -194,7 +194,7 @@ def _by_expert(weight, adapter):
     """Yield the weight of each expert, and the two matrices of its adapter."""
     number = weight.shape[0]
     if isinstance(weight, DequantizedExperts):
-        matrices = (weight.compute(i, i + 1)[0].to(weight.dtype) for i in range(number))
+        matrices = ((_weight_of(weight, i), weight, i) for i in range(number))
     else:
         matrices = weight.unbind()
     if adapter is None:
@@ -205,9 +205,37 @@ def _by_expert(weight, adapter):
 
 
 def _apply(rows, weight, down, up):
-    rows = rows.to(weight.dtype)
-    y = F.linear(rows, weight)
+    # Frozen weights come with what computes them.
+    matrix, *again = weight if isinstance(weight, tuple) else (weight,)
+    rows = rows.to(matrix.dtype)
+    if again:
+        dtype = compute_dtype(rows)
+        y = _FrozenLinear.apply(rows.to(dtype), matrix.to(dtype), *again)
+    else:
+        y = F.linear(rows, matrix)
     return y if down is None else y + F.linear(F.linear(rows, down), up)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """A linear layer of an expert whose weight is computed again in backward, so that nothing holds it until then."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows, matrix, weights, expert):
+        return F.linear(rows, matrix)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *_, ctx.weights, ctx.expert = inputs
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy @ _weight_of(ctx.weights, ctx.expert).to(dy.dtype), None, None, None
+
+
+def _weight_of(weights, expert):
+    return weights.compute(expert, expert + 1)[0].to(weights.dtype)
 
 
 def _triton(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter, down_adapter, shared):

@@ -223,19 +223,30 @@ class Copies:
 
     def allocate(self, size: int) -> torch.Tensor:
         """Return a new buffer of pinned memory."""
-        # Pages that no other buffer shares, large ones where the system has them: CUDA pins them faster.
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
-        # Kernels without large pages refuse the advice.
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        failed = int(_cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
-        if failed:
-            fix = "Use shorter rows, checkpoint fewer layers with every_n_layers, or leave offload out."
-            expected = f"{size / 2**20:,.0f} MiB more of host memory that CUDA can pin"
-            raise MemoryError(f"offload: expected {expected}, got error {failed}. {fix}")
-        weakref.finalize(buffer, _unpin, buffer.data_ptr(), self.stream).atexit = False
+        buffer = new_pages(size)
+        fix = "Use shorter rows, checkpoint fewer layers with every_n_layers, or leave offload out."
+        self.pin(buffer, "offload", fix)
         return buffer
+
+    def pin(self, pages: torch.Tensor, what: str, fix: str) -> None:
+        """Pin pages of [`new_pages`] until they are freed. `what` and `fix` are for the error."""
+        failed = int(_cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
+        if failed:
+            expected = f"{pages.nbytes / 2**20:,.0f} MiB more of host memory that CUDA can pin"
+            raise MemoryError(f"{what}: expected {expected}, got error {failed}. {fix}")
+        weakref.finalize(pages, _unpin, pages.data_ptr(), self.stream).atexit = False
+
+
+def new_pages(size: int) -> torch.Tensor:
+    """Return `size` bytes of host memory in uint8, which share no page with others.
+
+    Pages are large where the system has them: CUDA pins them faster.
+    """
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+    # Kernels without large pages refuse the advice.
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _cudart() -> Any:

@@ -28,6 +28,7 @@ from ..foreign import attention_of
 from ..models.adapters import adapter_per_row
 from ..models.families import LANGUAGE_MODELS, families_of, family_of, titles
 from ..models.family import INDEXER_UNDER_ZERO_3, PATCHED, Mixers, Own, Unpacked
+from ..models.host_experts import experts_in_host_memory
 from ..models.registry import check_patch, inner_model, transformers_model
 from ..models.releases import MAKE_SAMPLER, has_images
 from ..models.shards import split_adapters, summed_per_backward
@@ -202,11 +203,14 @@ def of_devices(facts: Facts) -> Iterator[Rule]:
         here = f" Pass sequence_parallel_size={size} to configure_packing or PackedTrainingArguments instead."
         yield size > 1, "whole rows", got, f"Set {name}=1.{'' if facts.padded else here}"
     yield from _of_shards(facts)
+    shards = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    got, fix = "experts in host memory, of which each process has all", "Train with DDP, or leave them on the GPUs."
+    yield shards and experts_in_host_memory(trainer.model), "weights on the GPUs for FSDP and DeepSpeed", got, fix
     stored = next(iter(in_fewer_bits(trainer.model)), None)
     got = f"{stored} in fewer bits, which FSDP and DeepSpeed cast without its scales, or cannot shard"
     fix = "Train with DDP, or dequantize the model when it is loaded."
     yield (
-        stored and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled),
+        stored and shards,
         "weights that can be cast and sharded",
         got,
         fix,
@@ -392,6 +396,10 @@ def excludes_graphs(trainer: Trainer, padded: bool = False) -> str | None:
         (find_tree(trainer.train_dataset) is not None, "trees or groups, whose rows run without graphs"),
         (args.auto_find_batch_size, "auto_find_batch_size=True, which changes the length of rows"),
         (not has_graphs, f"a {type(inner).__name__}"),
+        (
+            experts_in_host_memory(trainer.model),
+            "experts in host memory, whose copies have other addresses in each step",
+        ),
     )
     return next((reason for applies, reason in reasons if applies), None)
 

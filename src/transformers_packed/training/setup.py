@@ -23,6 +23,7 @@ from ..models.float8 import use_float8
 from ..models.inputs import warn_of_rope
 from ..models.losses import trains_trunk
 from ..models.registry import check_patch, inner_model, patch_model, set_switches
+from ..models.host_experts import experts_in_host_memory
 from ..models.releases import COUNT_ITEMS, IGNORED_BY_DDP, KEPT_COLUMNS, kept_columns
 from ..models.replacements import REPLACEMENTS
 from ..models.stored_weights import in_fewer_bits
@@ -320,9 +321,9 @@ def _of_ddp(facts: Facts) -> tuple[list[Change], list[EveryGradient]]:
         values["find_unused_parameters"] = False
     shards = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     changes = Change.of(ddp, **values)
-    if stored := in_fewer_bits(trainer.model):
+    if stored := [*in_fewer_bits(trainer.model), *experts_in_host_memory(trainer.model)]:
         # No backend sends all of these, and each process has loaded the same weights.
-        ignored = [*getattr(trainer.model, IGNORED_BY_DDP, ()), *stored]
+        ignored = list(dict.fromkeys([*getattr(trainer.model, IGNORED_BY_DDP, ()), *stored]))
         changes += Change.of(trainer.model, **{IGNORED_BY_DDP: ignored})
     return changes, [] if searches or shards else [EveryGradient()]
 

@@ -14,6 +14,7 @@ from ...errors import Rule, count, first_error, input_error
 from ...models.checkpoint_kinds import stored_as
 from ...models.families import sizes_of
 from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, Lora, way_of_attention
+from ...models.memory import experts_in_host_memory as bytes_on_host
 from ...models.mtp_head import check_declared
 from ...models.optimizers import DEFAULT, OPTIMIZERS, check_optimizer
 from ...models.segments import check_size
@@ -150,6 +151,11 @@ class SequenceParallelPlan:
         else:
             where, gathered = "Not sharded, on each GPU", []
             transfers = f"DDP transfers per GPU: {_mib(2 * need.gradients * share)} MiB of gradients"
+        if need.experts_on_host:
+            two = bytes_on_host(sizes, _WIDTHS[self.weights], self.lora)[1]
+            gathered = [
+                f"Experts: {_gib(need.experts_on_host)} GiB of host memory for each GPU, which has {_gib(two)} GiB of them at a time"
+            ]
         stored = self.lora.stored
         quantized = (
             f" ({self.parameters.quantized / 1e9:.2f} B in {stored.title})" if stored not in (None, NF4) else ""
@@ -211,6 +217,7 @@ def plan_sequence_parallel(
     mtp_only: bool = False,
     keep_attention: bool = False,
     segment_tokens: int | None = None,
+    experts_in_host_memory: bool = False,
     gated_delta_rule: DeltaRuleMethod = "state",
     attention: AttentionMethod | None = None,
 ) -> SequenceParallelPlan:
@@ -253,6 +260,8 @@ def plan_sequence_parallel(
             Let gradient checkpointing keep the outputs of softmax attention.
         segment_tokens (`int`, *optional*):
             Let checkpointed layers compute rows in segments of so many tokens. No row is then shared.
+        experts_in_host_memory (`bool`, *optional*, defaults to `False`):
+            Keep frozen experts in host memory, as [`keep_experts_in_host_memory`] does. Nothing is then sharded.
         gated_delta_rule (`str`, *optional*):
             As in [`SequenceParallel`].
         attention (`str`, *optional*):
@@ -276,7 +285,7 @@ def plan_sequence_parallel(
     ```
     """
     rows, stored = gradient_accumulation_steps, NF4 if load_in_4bit else stored_as(config)
-    lora, mtp = Lora(lora_rank, lora_experts, stored, mtp_only), mtp or mtp_only
+    lora, mtp = Lora(lora_rank, lora_experts, stored, mtp_only, experts_in_host_memory), mtp or mtp_only
     sizes = sizes_of(config, "Train this model without sequence parallelism.")
     positive = {"max_length": max_length, "gpus": gpus, "memory": memory, "gradient_accumulation_steps": rows}
     rules = (
@@ -330,6 +339,9 @@ def _of_adapters(config: PreTrainedConfig, sizes: Sizes, lora: Lora, load_in_4bi
     yield found and not lora.freezes, f"lora_rank with a checkpoint in {title}", lora.rank, "Its weights are frozen."
     expected, fix = "a mixture of experts, with lora_experts", "Leave lora_experts out."
     yield lora.experts and not sizes.mixtures, expected, config.model_type, fix
+    name, fix = "experts_in_host_memory", "Leave it out."
+    yield lora.on_host and not sizes.mixtures, f"a mixture of experts, with {name}", config.model_type, fix
+    yield lora.on_host and not lora.rank, f"lora_rank with {name}", lora.rank, "Trained experts stay on the GPU."
     expected = f"lora_rank of at most {MAX_RANK} with lora_experts"
     yield lora.experts and lora.rank > MAX_RANK, expected, lora.rank, "Lower it."
 
@@ -342,6 +354,7 @@ def _check_spread(
     uneven = expert_parallel < 1 or gpus % expert_parallel or number % expert_parallel
     reasons = {
         "lora_experts": lora.experts,
+        "experts_in_host_memory": lora.on_host,
         "load_in_4bit": lora.stored == NF4,
         f"weights in {lora.stored and lora.stored.title}": lora.stored,
         # Its experts would stay whole.

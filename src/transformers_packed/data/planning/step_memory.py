@@ -16,6 +16,7 @@ from ...models.memory import (
     HALF,
     Lora,
     attention_output,
+    experts_in_host_memory,
     head_memory,
     layer_memory,
     loss_memory,
@@ -106,6 +107,8 @@ class StepMemory:
             The most bytes of gradients, activations and what FSDP2 gathers at the same time, which is less than their sum.
         host (`float`, *optional*, defaults to 0.0):
             Pinned host memory for checkpoints. It is not part of the total.
+        experts_on_host (`float`, *optional*, defaults to 0.0):
+            Pinned host memory for experts. It is not part of the total, but the experts of two layers are part of `weights`.
     """
 
     weights: float
@@ -116,6 +119,7 @@ class StepMemory:
     working: float
     most: float
     host: float = 0.0
+    experts_on_host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -137,7 +141,7 @@ class _Layer(NamedTuple):
 
 def is_sharded(lora: Lora, optimizer: Optimizer) -> bool:
     """Whether FSDP2 can shard the weights. Otherwise each GPU has all parameters."""
-    return optimizer.shards and not lora.stored
+    return optimizer.shards and not lora.stored and not lora.on_host
 
 
 def step_memory(
@@ -201,6 +205,7 @@ def step_memory(
         working=max(loss, *(way.kept + way.made for way in ways)),
         most=max(most_at_loss, backward + at_layers, gradients / gpus + checkpoint + at_end),
         host=checkpoints * checkpoint if offload else 0.0,
+        experts_on_host=experts_in_host_memory(sizes, width, lora)[0],
     )
 
 
@@ -274,7 +279,9 @@ def _of_parameters(
         gradients = min(gradients, width * both)
     # Of a head of multi-token prediction, all but its norms are hidden matrices.
     special = (0, min(trained, parameters.matrices)) if lora.freezes else (head, parameters.matrices)
-    return parameters.bytes(width, lora), gradients, optimizer.states(value, trained, *special)
+    on_host, two_layers = experts_in_host_memory(sizes, width, lora)
+    weights = parameters.bytes(width, lora) - on_host + two_layers
+    return weights, gradients, optimizer.states(value, trained, *special)
 
 
 def _gathered(

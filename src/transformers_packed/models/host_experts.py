@@ -1,0 +1,92 @@
+"""Frozen experts in host memory, for a mixture that does not fit on the GPU: [`keep_experts_in_host_memory`]."""
+
+from typing import Any
+
+import torch
+
+from ..errors import Rule, first_error
+from ..foreign import experts_of
+from .experts import is_known
+from .families import OWN, titles
+from .host_parameters import host_of, move_to_host
+from .installed import EXPERTS
+from .releases import has_hooks
+from .replacements import Model
+from .untouched import gathers_weights
+
+
+def keep_experts_in_host_memory(model: Model) -> Model:
+    """Keep the frozen weights of experts in host memory, and copy those of a layer to the GPU while it computes.
+
+    The GPU then has the experts of two layers at most: those in use, and those of the layer that comes next, whose copy runs
+    beside the computation. Adapters and all other weights move to the GPU with the model, and train there. The weights
+    of experts stay where they are: in `model.to("cuda")`, in a Trainer, and in files that are saved.
+
+    Call it on a model in host memory, before it moves to the GPU. The weights of a layer move to other pages of host memory,
+    so the host never has all of them twice. The first copy to a GPU pins these pages.
+
+    Args:
+        model (`PreTrainedModel`):
+            A model of this package with a mixture of experts, which may be inside PEFT's. Its experts are frozen: in bfloat16
+            or another floating dtype after `get_peft_model`, or quantized in any way that this package loads but torchao's.
+
+    Returns:
+        `torch.nn.Module`: the same model.
+
+    Raises:
+        `ValueError`: the model has no experts that this package computes, they are trained or sharded, or accelerate moves
+            them (`device_map`).
+
+    Example:
+
+    ```python
+    >>> from transformers import Qwen3_5MoeTextConfig
+    >>> from transformers_packed import keep_experts_in_host_memory
+    >>> from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
+    >>> sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_experts": 4, "moe_intermediate_size": 64}
+    >>> model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(vocab_size=64, **sizes)).requires_grad_(False)
+    >>> model = keep_experts_in_host_memory(model)
+
+    ```
+    """
+    found = [module for module in model.modules() if is_known(module)]
+    if (error := first_error(_rules(model, found))) is not None:
+        raise error
+    for module in found:
+        move_to_host(module)
+    return model
+
+
+def experts_in_host_memory(model: torch.nn.Module) -> list[str]:
+    """Return the names of parameters of experts in host memory."""
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if host_of(module) is not None
+        for name, _ in module.named_parameters(recurse=False)
+    ]
+
+
+def bytes_in_host_memory(model: torch.nn.Module) -> int:
+    """Return the bytes of the experts in host memory."""
+    hosts = [host for module in model.modules() if (host := host_of(module)) is not None]
+    return sum(pages.nbytes for host in hosts for pages in host.pages)
+
+
+def _rules(model: Any, found: list[Any]) -> Any:
+    """The reasons why the experts of a model cannot stay in host memory."""
+    gpu = "Leave the experts on the GPU."
+    fix = "Load it after transformers_packed.register(), or pass it to patch_model first."
+    able = titles([family for family in OWN if family.experts])
+    names = {experts_of(module.config) for module in found}
+    sharded = next((x for module in found for x in module.parameters() if hasattr(x, "device_mesh")), None)
+    trained = next((name for module in found for name, x in module.named_parameters() if x.requires_grad), None)
+    rules: list[Rule] = [
+        (not found, f"a {able} model with experts", type(model).__name__, gpu),
+        (names - {EXPERTS}, f'experts_implementation="{EXPERTS}" for experts in host memory', names, fix),
+        (sharded is not None, "whole experts in host memory", "experts that several processes share", gpu),
+        (gathers_weights(model), "a model without FSDP and ZeRO-3 for experts in host memory", "a sharded one", gpu),
+        (any(map(has_hooks, found)), "experts that stay in host memory", "a device_map, by which accelerate moves them", gpu),
+        (trained, "frozen experts in host memory", f"a trained {trained}", "Call it after get_peft_model, or " + gpu.lower()),
+    ]  # fmt: skip
+    return rules

@@ -1,0 +1,346 @@
+"""Experts in host memory: training, moves, files and refusals, on a CPU that takes copies of them as a GPU does."""
+
+import copy
+import tempfile
+import unittest
+from importlib.util import find_spec
+from unittest import mock
+
+import torch
+from common.blocks import stored_and_plain
+from common.late_experts import copied_on_a_cpu
+from common.processes import run_processes
+from common.sharded import batch, wrapped_by
+from mixins.lora import randomized
+from mixins.model import packed_batch
+from mixins.patch import CONFIGS, builtin_model
+from ops.test_grouped_dequantization import random_groups
+from parameterized import parameterized
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from transformers_packed import keep_experts_in_host_memory, patch_model, unpatch_model, use_cuda_graphs
+from transformers_packed.models import cuda_graphs, host_parameters
+from transformers_packed.models.checkpoint_formats import PackedWeight
+from transformers_packed.models.experts import is_known
+from transformers_packed.models.families import EXPERT_WEIGHTS
+from transformers_packed.models.host_experts import bytes_in_host_memory, experts_in_host_memory
+from transformers_packed.models.host_parameters import WEIGHTS, HostWeight, host_of, loading_to_host, move_to_host
+from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
+from transformers_packed.models.releases import IGNORED_BY_DDP
+
+
+LAYERS = ["q_proj", "o_proj", "out_proj"]
+KINDS = ["float32", "bfloat16", "nvfp4", "int4", "fp8", "nf4"]
+ROWS = [[torch.arange(1 + i, n + i) for n in lengths] for i, lengths in enumerate(((9, 30, 2), (17,), (3, 4, 5, 6)))]
+PACKED = {"nvfp4": {"divided": True, "parts": 2}, "int4": {"zero": True}}
+
+
+def experts_of(model):
+    return [module for module in model.modules() if is_known(module)]
+
+
+def mixture(family="qwen3_5_moe", kind="float32", adapters=True, **options):
+    """A model with experts of a kind, and adapters on layers and experts."""
+    if kind == "nf4" and not find_spec("bitsandbytes"):
+        raise unittest.SkipTest("needs bitsandbytes")
+    config = None
+    if family in CONFIGS:
+        given = CONFIGS[family].to_dict()
+        config = type(CONFIGS[family])(**given | {"num_hidden_layers": 4, "layer_types": 2 * given["layer_types"]})
+    model = patch_model(builtin_model(family, config=config)).train()
+    if kind == "fp8":
+        model, _ = stored_and_plain(model, (16, 16))
+    for module in experts_of(model):
+        for name in WEIGHTS:
+            weight = module._parameters[name]
+            if kind == "bfloat16":
+                weight.data = weight.data.bfloat16()
+            elif kind in PACKED:
+                stored = PackedWeight(random_groups(kind, weight.shape, 16, **PACKED[kind]), torch.float32)
+                module._parameters[name] = torch.nn.Parameter(stored, requires_grad=False)
+            elif kind == "nf4":
+                set_weights(module, name, ExpertsIn4bit.of(weight.data, "nf4", True))
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=LAYERS, target_parameters=list(EXPERT_WEIGHTS), **options)
+    return randomized(get_peft_model(model, config)) if adapters else model.requires_grad_(False)
+
+
+def gradients(model, row):
+    model.zero_grad()
+    model(**packed_batch(row, "cu_seqlens"), use_cache=False).loss.backward()
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def run(model):
+    """The losses and gradients of several rows, and what evaluation between them finds."""
+    found = {}
+    for number, row in enumerate(ROWS):
+        inputs = packed_batch(row, "cu_seqlens")
+        found |= {(number, name): x.clone() for name, x in gradients(model, row).items()}
+        with torch.no_grad():
+            found[number] = model.eval()(**inputs, use_cache=False).logits
+        model.train()
+        both = sum(model(**packed_batch(x, "cu_seqlens"), use_cache=False).loss for x in ROWS[:2])
+        model.zero_grad()
+        both.backward()
+        found |= {(number, "both", name): x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return found
+
+
+class HostExpertsTestCase(unittest.TestCase):
+    def assert_same(self, actual, expected):
+        self.assertEqual(actual.keys(), expected.keys())
+        self.assertEqual([name for name, x in expected.items() if not torch.equal(actual[name], x)], [])
+
+
+class TrainingTest(HostExpertsTestCase):
+    @parameterized.expand(
+        [(kind, "qwen3_5_moe", again) for kind in KINDS for again in (False, True)]
+        + [("float32", family, True) for family in ("qwen3_next", "kimi_linear", "qwen4_exp")]
+    )
+    def test_changes_no_bit(self, kind, family, checkpointing):
+        model = mixture(family, kind)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        other = copy.deepcopy(model)
+        expected = run(model)
+        self.assertTrue(any("experts" in str(name) and "lora_A" in str(name) for name in expected))
+        self.assertTrue(any("q_proj" in str(name) for name in expected))
+        self.assertIs(keep_experts_in_host_memory(other), other)
+        # Where the products are those of the CPU, nothing is copied.
+        self.assert_same(run(other), expected)
+        with copied_on_a_cpu() as copies:
+            self.assert_same(run(other), expected)
+            self.assertGreaterEqual(copies.copies.copies, 2 * len(experts_of(other)))
+            misses = copies.misses
+            gradients(other, ROWS[0])
+            self.assertLessEqual(copies.misses - misses, 2)
+            misses = copies.misses
+            gradients(other, ROWS[0])
+            self.assertEqual(copies.misses, misses)
+
+    def test_a_copy_of_the_model(self):
+        model = keep_experts_in_host_memory(mixture(kind="nvfp4"))
+        other = copy.deepcopy(model)
+        with copied_on_a_cpu():
+            self.assert_same(gradients(other, ROWS[0]), gradients(model, ROWS[0]))
+        pages = [{x.data_ptr() for module in experts_of(one) for x in host_of(module).pages} for one in (model, other)]
+        self.assertEqual([len(x) for x in pages], [8, 8])
+        self.assertFalse(pages[0] & pages[1])
+
+    def test_hooks_of_experts_run(self):
+        model = mixture()
+        seen, module = [], experts_of(model)[0]
+        module.register_forward_hook(lambda *_: seen.append(1))
+        expected = gradients(model, ROWS[0])
+        keep_experts_in_host_memory(model)
+        with (
+            copied_on_a_cpu(),
+            self.assertRaisesRegex(ValueError, "the op of this package computes, got others: their"),
+        ):
+            # PEFT then adds its products to the weights.
+            gradients(model, ROWS[0])
+        plain = mixture(adapters=False)
+        experts_of(plain)[0].register_forward_hook(lambda *_: seen.append(2))
+        expected = plain(**packed_batch(ROWS[0], "cu_seqlens")).logits
+        keep_experts_in_host_memory(plain)
+        with copied_on_a_cpu():
+            self.assertTrue(torch.equal(plain(**packed_batch(ROWS[0], "cu_seqlens")).logits, expected))
+        self.assertEqual(seen[-2:], [2, 2])
+
+    def test_weights_that_are_replaced(self):
+        model = keep_experts_in_host_memory(mixture(adapters=False))
+        row, module = packed_batch(ROWS[0], "cu_seqlens"), experts_of(model)[1]
+        with copied_on_a_cpu():
+            for change in (
+                lambda: module.down_proj.data.mul_(2),
+                lambda: setattr(module.down_proj, "data", module.down_proj.detach() * 2),
+                lambda: module.load_state_dict({name: 2 * x for name, x in module.state_dict().items()}),
+                lambda: setattr(module, "down_proj", torch.nn.Parameter(module.down_proj.detach() * 2, False)),
+            ):
+                before = model(**row).logits
+                change()
+                after = model(**row).logits
+                self.assertFalse(torch.equal(after, before))
+                with mock.patch.object(host_parameters, "is_apart", lambda device: False):
+                    self.assertTrue(torch.equal(model(**row).logits, after))
+
+    def test_two_processes(self):
+        (found, ignored), (other, _) = run_processes(ddp, 2, True)
+        self.assert_same(found, other)
+        self.assert_same(found, run_processes(ddp, 2, False)[0][0])
+        self.assertEqual(len(ignored), 8)
+        self.assertTrue(all("experts.base_layer" in name for name in ignored))
+
+
+def ddp(on_host):
+    model, ignored = mixture(), []
+    if on_host:
+        ignored = experts_in_host_memory(keep_experts_in_host_memory(model))
+        setattr(model, IGNORED_BY_DDP, ignored)
+    wrapped = wrapped_by("ddp", model)
+    wrapped(**batch(torch.distributed.get_rank())).loss.backward()
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}, ignored
+
+
+class MovesTest(HostExpertsTestCase):
+    @parameterized.expand([(kind,) for kind in KINDS])
+    def test_stay_where_they_are(self, kind):
+        """The meta device stands for a GPU."""
+        model = mixture(kind=kind)
+        before = {name: x.detach().clone() for name, x in model.named_parameters()}
+        size = sum(
+            x.nbytes
+            for module in experts_of(model)
+            for name in WEIGHTS
+            for x in host_parameters._tensors_of(module, name)
+        )
+        keep_experts_in_host_memory(model)
+        names = experts_in_host_memory(model)
+        self.assertEqual({name.rpartition(".")[2] for name in names} >= {*WEIGHTS}, True)
+        # Each tensor begins at a multiple of some bytes.
+        self.assertLessEqual(size, bytes_in_host_memory(model))
+        self.assertLess(bytes_in_host_memory(model), size + 30 * 512 * len(experts_of(model)))
+        model.to("meta")
+        for name, x in model.named_parameters():
+            self.assertEqual(x.device.type, "cpu" if name in names else "meta", name)
+            self.assertFalse(name in names and x.requires_grad)
+            if name in names:
+                self.assertTrue(torch.equal(x.float(), before[name].float()))
+        self.assertTrue(all("lora_" in name for name, x in model.named_parameters() if x.requires_grad))
+        for change in (model.half, model.double):
+            with self.assertRaisesRegex(ValueError, "in the dtype in which they were loaded, got torch.float"):
+                change()
+
+    def test_no_tensor_is_there_twice(self):
+        model = mixture(adapters=False)
+        kept = [x.data_ptr() for m in experts_of(model) for x in m.parameters()]
+        keep_experts_in_host_memory(model)
+        self.assertFalse({*kept} & {x.data_ptr() for m in experts_of(model) for x in m.parameters()})
+        pages = [host.pages for module in experts_of(model) if (host := host_of(module))]
+        keep_experts_in_host_memory(model)
+        self.assertTrue(all(a is b for a, b in zip(pages, [host_of(x).pages for x in experts_of(model)], strict=True)))
+
+    def test_files(self):
+        model = mixture(adapters=False)
+        expected = {name: x.clone() for name, x in model.state_dict().items()}
+        row = packed_batch(ROWS[0], "cu_seqlens")
+        logits = model(**row).logits
+        keep_experts_in_host_memory(model)
+        self.assert_same(dict(model.state_dict()), expected)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            loaded = type(model).from_pretrained(folder)
+        self.assertTrue(torch.equal(loaded(**row).logits, logits))
+        self.assertEqual(experts_in_host_memory(loaded), [])
+        keep_experts_in_host_memory(loaded.requires_grad_(False)).load_state_dict(expected)
+
+    def test_adapters_are_saved_and_merged(self):
+        model = mixture()
+        row = packed_batch(ROWS[0], "cu_seqlens")
+        plain = copy.deepcopy(model)
+        keep_experts_in_host_memory(model)
+        with copied_on_a_cpu():
+            before = model(**row).logits
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                base = keep_experts_in_host_memory(mixture(adapters=False))
+                self.assertTrue(torch.equal(PeftModel.from_pretrained(base, folder).train()(**row).logits, before))
+            model.merge_adapter()
+            merged = model(**row).logits
+            plain.merge_adapter()
+            with mock.patch.object(host_parameters, "is_apart", lambda device: False):
+                self.assertTrue(torch.equal(merged, plain(**row).logits))
+            self.assertLess((merged - before).abs().max(), 1e-4)
+            model.unmerge_adapter()
+            self.assertLess((model(**row).logits - before).abs().max(), 1e-4)
+            found = model.merge_and_unload()(**row).logits
+        self.assertTrue(
+            torch.equal(found, plain.merge_and_unload()(**row).logits) or (found - merged).abs().max() < 1e-5
+        )
+
+    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+    def test_quantized_while_they_are_loaded(self):
+        from transformers_packed.models.quantization import nf4
+
+        with tempfile.TemporaryDirectory() as folder:
+            source = mixture(adapters=False)
+            source.save_pretrained(folder)
+            cls, options = type(source), {"quantization_config": nf4(torch.float32), "dtype": torch.float32}
+            expected = cls.from_pretrained(folder, **options)
+            with loading_to_host():
+                model = cls.from_pretrained(folder, **options)
+        self.assertTrue(all(host_of(module) is not None for module in experts_of(model)))
+        # They are not yet in pages, but already stay.
+        self.assertEqual(bytes_in_host_memory(model), 0)
+        self.assertTrue(all(x.device.type == "cpu" for x in experts_of(model.to("cpu"))[0].parameters()))
+        keep_experts_in_host_memory(model)
+        self.assertGreater(bytes_in_host_memory(model), 0)
+        row = packed_batch(ROWS[0], "cu_seqlens")
+        with copied_on_a_cpu():
+            self.assertTrue(torch.equal(model(**row).logits, expected(**row).logits))
+        self.assertEqual(host_of(experts_of(expected)[0]), None)
+
+
+class RefusalsTest(unittest.TestCase):
+    def check(self, message, model):
+        with self.assertRaisesRegex(ValueError, message):
+            keep_experts_in_host_memory(model)
+        self.assertEqual(experts_in_host_memory(model), [])
+
+    def test_models(self):
+        self.check(
+            "expected a .*MoE.* model with experts, got Qwen3_5ForCausalLM", patch_model(builtin_model("qwen3_5"))
+        )
+        stock = builtin_model("qwen3_5_moe").requires_grad_(False)
+        self.check(
+            'expected experts_implementation="transformers_packed" .* got .*grouped_mm.*patch_model first', stock
+        )
+        model = patch_model(builtin_model("qwen3_5_moe"))
+        self.check(
+            "expected frozen experts in host memory, got a trained gate_up_proj. Call it after get_peft_model", model
+        )
+        model.requires_grad_(False)
+        experts_of(model)[1].register_parameter("bias", torch.nn.Parameter(torch.zeros(1), False))
+        with self.assertRaisesRegex(
+            ValueError, "gate_up_proj and down_proj alone in host memory.* got bias, a Parameter"
+        ):
+            move_to_host(experts_of(model)[1])
+        hooked = mixture(adapters=False)
+        vars(experts_of(hooked)[0])["_hf_hook"] = None
+        self.check("stay in host memory, got a device_map, by which accelerate", hooked)
+        with mock.patch("transformers_packed.models.host_experts.gathers_weights", lambda model: True):
+            self.check("without FSDP and ZeRO-3 for experts in host memory, got a sharded", mixture(adapters=False))
+
+    def test_what_comes_later(self):
+        model = keep_experts_in_host_memory(mixture(adapters=False))
+        row = packed_batch(ROWS[0], "cu_seqlens")
+        with self.assertRaisesRegex(ValueError, "got experts in host memory, which stock classes do not copy"):
+            unpatch_model(model)
+        with copied_on_a_cpu():
+            model.set_experts_implementation("grouped_mm")
+            with self.assertRaisesRegex(
+                ValueError, 'expected experts_implementation="transformers_packed" .* got .grouped_mm'
+            ):
+                model(**row)
+            model.set_experts_implementation("transformers_packed")
+            experts_of(model)[0].gate_up_proj.requires_grad_(True)
+            with self.assertRaisesRegex(
+                ValueError, "expected frozen experts in host memory, got a trained gate_up_proj"
+            ):
+                model(**row)
+            experts_of(model)[0].gate_up_proj.requires_grad_(False)
+            model(**row)
+
+    def test_graphs(self):
+        model = keep_experts_in_host_memory(mixture())
+        use_cuda_graphs(model, 64)
+        (text,) = cuda_graphs.text_models_of(model)
+        inputs = torch.empty(0, requires_grad=True)
+        reasons = cuda_graphs._reasons_of_layers(text.layers, list(text.layers.modules()), inputs)
+        self.assertEqual(next(reason for holds, reason in reasons if holds), "the experts are in host memory")
+
+    def test_a_parameter_of_another_name_is_plain(self):
+        weight = HostWeight(torch.ones(2), requires_grad=False)
+        weight.data.add_(1)
+        self.assertEqual(weight.tolist(), [2, 2])
