@@ -16,6 +16,7 @@ from common import pages
 from common.checkpoints import write
 from common.commands import run_command
 from common.families import tiny_config
+from common.late_experts import copied_on_a_cpu
 from common.optimizers import flashoptim
 from common.processes import EXPERTS, run_processes
 from common.records import THINKING, assistant, make_tokenizer, records, user
@@ -47,6 +48,7 @@ from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8, versions
 from transformers_packed.models.checkpoint_formats import PackedWeight
 from transformers_packed.models.checkpoint_kinds import stored_as
+from transformers_packed.models.host_experts import experts_in_host_memory
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 from transformers_packed.models.quantized_weights import ExpertsIn4bit
 from transformers_packed.models.versions import can_cut_rows, can_select_checkpoints, checkpointing_argument
@@ -721,8 +723,35 @@ class CommandTest(unittest.TestCase):
         for given, message in (
             (["--experts"], "--experts needs --lora: without it, experts are trained as all parameters are"),
             (["--load-in-4bit"], "--load-in-4bit needs --lora: weights in 4 bit are not trained"),
+            (["--experts-in-host-memory"], "--experts-in-host-memory needs --lora: trained experts stay on the GPU"),
         ):
             self.assertIn(message, self.train(*given)[2])
+
+    @parameterized.expand([("plain", []), ("4_bit", ["--load-in-4bit"])])
+    # bitsandbytes would pack the weights of small layers anew for inference on some CPUs, which fails.
+    @mock.patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+    def test_experts_in_host_memory(self, _, given):
+        """The adapter is that of a run with experts on the device, after a stop too."""
+        self.save_mixture()
+        command = [*given, "--lora", "--lora-rank=4", "--experts", "--max-steps=2", "--save-steps=1"]
+        command += ["--learning-rate=0.05", "--gradient-checkpointing"]
+        whole, where = self.directory / "whole", {"model": "mixture"}
+        self.succeeds(*command, output=whole, **where)
+        command.append("--experts-in-host-memory")
+        with copied_on_a_cpu() as copies:
+            self.interrupted(*command, steps=1, **where)
+            out = self.succeeds(*command, "--resume", **where)
+        self.assertEqual(copies.copies.copies, 2 * 2 * len(TEXT_CONFIG["layer_types"]))
+        self.assertIn("\nExperts in host memory: 0.0 GiB.\n", out)
+        self.assertEqual(len(experts_in_host_memory(self.trainers[-1].model)), 2 * len(TEXT_CONFIG["layer_types"]))
+        self.check_same_weights(whole, self.output)
+
+    def test_experts_in_host_memory_of_other_runs(self):
+        option = "--experts-in-host-memory"
+        expected = f"{option}: expected a mixture of experts as --model, got .*model, a qwen3_5_text. Remove {option}."
+        self.check_error(expected, "--lora", option)
+        expected = f"{option}: expected no --cuda-graphs, got it. A graph would read the experts at one address."
+        self.check_error(expected, "--lora", option, "--cuda-graphs")
 
     def test_float8(self):
         self.save("deep", AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**DEEP_CONFIG)))

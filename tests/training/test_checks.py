@@ -22,17 +22,31 @@ from trl import RewardTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import identity
 
-from transformers_packed import PackingDataset, configure_packing, pack_dataset
+from transformers_packed import (
+    PackingDataset,
+    configure_packing,
+    keep_experts_in_host_memory,
+    pack_dataset,
+    patch_model,
+)
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.errors import first_error
 from transformers_packed.models import verdict
+from transformers_packed.models.host_experts import experts_in_host_memory
+from transformers_packed.models.releases import IGNORED_BY_DDP
 from transformers_packed.models.versions import supports_other_families
 from transformers_packed.training import checks as module
 from transformers_packed.training import setup
-from transformers_packed.training.checks import _of_collator
+from transformers_packed.training.checks import _of_collator, excludes_graphs
 
 
 library_collate = FunctionType((lambda rows: {}).__code__, {"__name__": "library.collators"}, "library_collate")
+
+
+def mixture_on_host():
+    model = patch_model(AutoModelForCausalLM.from_config(CONFIGS["qwen3_next_moe"]()))
+    model.model.requires_grad_(False)
+    return keep_experts_in_host_memory(model)
 
 
 class OwnLoss(Trainer):
@@ -161,6 +175,22 @@ class ReasonsTest(ConfigureTestCase):
         layer.weight = torch.nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
         setattr(trainer, shards, True)
         self.check(trainer, "weight in fewer bits, which FSDP and DeepSpeed cast without its scales")
+
+    @parameterized.expand(["is_fsdp_enabled", "is_deepspeed_enabled"])
+    def test_experts_in_host_memory_that_would_be_sharded(self, shards):
+        trainer = self.trainer(mixture_on_host())
+        setattr(trainer, shards, True)
+        self.check(trainer, "weights on the GPUs for FSDP and DeepSpeed, got experts in host memory")
+
+    def test_experts_in_host_memory(self):
+        trainer = self.trainer(mixture_on_host())
+        self.assertEqual(
+            excludes_graphs(trainer), "experts in host memory, whose copies have other addresses in each step"
+        )
+        names = experts_in_host_memory(trainer.model)
+        said(configure_packing, trainer)
+        self.assertEqual(getattr(trainer.model, IGNORED_BY_DDP), names)
+        self.assertTrue(names)
 
     def test_family_that_was_never_audited(self):
         trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))

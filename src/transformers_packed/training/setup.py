@@ -20,10 +20,10 @@ from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
 from ..models.families import LANGUAGE_MODELS, OWN, families_of, titles
 from ..models.family import Own
 from ..models.float8 import use_float8
+from ..models.host_experts import experts_in_host_memory
 from ..models.inputs import warn_of_rope
 from ..models.losses import trains_trunk
 from ..models.registry import check_patch, inner_model, patch_model, set_switches
-from ..models.host_experts import experts_in_host_memory
 from ..models.releases import COUNT_ITEMS, IGNORED_BY_DDP, KEPT_COLUMNS, kept_columns
 from ..models.replacements import REPLACEMENTS
 from ..models.stored_weights import in_fewer_bits

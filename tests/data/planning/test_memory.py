@@ -29,16 +29,17 @@ from transformers import (
     set_seed,
 )
 
-from transformers_packed import DataCollatorWithFlattening, add_mtp, registered
+from transformers_packed import DataCollatorWithFlattening, add_mtp, keep_experts_in_host_memory, registered
 from transformers_packed.cli.finetune import untrained_model, with_adapters
 from transformers_packed.data.planning.memory import exchanges, plan_sequence_parallel
 from transformers_packed.data.planning.step_memory import Parameters, checkpointed_layers, step_memory
 from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.families import SIZED, sizes_of
+from transformers_packed.models.host_experts import bytes_in_host_memory
 from transformers_packed.models.memory import ALL_TRAINED, NF4, Lora, layer_memory
 from transformers_packed.models.mtp_head import MtpHead
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
-from transformers_packed.models.quantized_weights import ExpertsIn4bit
+from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers_packed.models.sizes import Experts
@@ -532,6 +533,21 @@ class PlanTest(unittest.TestCase):
                 "a mixture of experts, with lora_experts, got qwen3_5_t",
             ),
             ("experts alone", {"lora_experts": True}, "lora_rank with lora_experts, got 0"),
+            (
+                "experts in host memory",
+                {"lora_rank": 16, "experts_in_host_memory": True},
+                "a mixture of experts, with experts_in_host_memory, got qwen3_5_text. Leave it out",
+            ),
+            (
+                "trained experts in host memory",
+                SPREAD | {"expert_parallel": 1, "experts_in_host_memory": True},
+                "lora_rank with experts_in_host_memory, got 0. Trained experts stay on the GPU",
+            ),
+            (
+                "spread experts in host memory",
+                SPREAD | {"lora_rank": 8, "experts_in_host_memory": True},
+                "got 2 with experts_in_host_memory. Leave",
+            ),
             ("AdamW", {"optimizer": "adam"}, "expected an optimizer of adamw_torch_fused"),
             (
                 "Muon",
@@ -578,6 +594,47 @@ class PlanTest(unittest.TestCase):
         options = {"config": Qwen3_5TextConfig(**SIZES["4B"]), "max_length": 2**17, "gpus": 8, "memory": 80}
         with self.assertRaisesRegex(ValueError, message):
             plan_sequence_parallel(**options | changes)
+
+    @parameterized.expand([("bfloat16", False), ("float32", False), ("bfloat16", True)])
+    def test_experts_in_host_memory(self, weights, in_4bit):
+        """The GPU has all weights but those of experts, and the experts of two layers."""
+        config = Qwen3_5MoeTextConfig(num_hidden_layers=4)
+        options = {"weights": weights, "lora_rank": 8, "lora_experts": True, "load_in_4bit": in_4bit}
+        plans = [
+            plan_sequence_parallel(config, 2**14, 1, 80, **options, experts_in_host_memory=on_host)
+            for on_host in (False, True)
+        ]
+        usual, need = (plan.options[1][0] for plan in plans)
+        layer = 256 * 3 * 512 * 2048 * (NF4.bytes if in_4bit else 2 if weights == "bfloat16" else 4)
+        self.assertAlmostEqual(need.experts_on_host, 4 * layer, delta=1)
+        self.assertAlmostEqual(usual.weights - need.weights, 2 * layer, delta=1)
+        self.assertEqual((usual.moments, usual.most, usual.experts_on_host), (need.moments, need.most, 0))
+        host, two = f"{need.experts_on_host / GIB:,.1f}", f"{2 * layer / GIB:,.1f}"
+        said = f"\nExperts: {host} GiB of host memory for each GPU, which has {two} GiB of them at a time\n"
+        self.assertIn(said, plans[1].summary())
+        self.assertIn("Not sharded, on each GPU", plans[1].summary())
+        self.assertNotIn("host memory for each GPU", plans[0].summary())
+
+    @parameterized.expand([(None,), ("nf4",)])
+    def test_experts_in_host_memory_of_a_model(self, kind):
+        if kind and not find_spec("bitsandbytes"):
+            self.skipTest("needs bitsandbytes")
+        # Scales of scales are for 256 blocks of 64 weights.
+        config = Qwen3_5MoeTextConfig(**SMALL | {"hidden_size": 256}, **EXPERTS | {"moe_intermediate_size": 256})
+        with registered():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
+        for module in model.modules():
+            for name in ("gate_up_proj", "down_proj") if hasattr(module, "gate_up_proj") and kind else ():
+                if name in module._parameters:
+                    set_weights(module, name, ExpertsIn4bit.of(getattr(module, name).data, kind, True))
+        keep_experts_in_host_memory(model)
+        plan = plan_sequence_parallel(
+            config, 2**8, 1, 80, lora_rank=1, load_in_4bit=bool(kind), experts_in_host_memory=True
+        )
+        found, expected = bytes_in_host_memory(model), plan.options[1][0].experts_on_host
+        # The tables of NF4, and the gaps between tensors.
+        self.assertLess(abs(found - expected), 2 * len(SMALL["layer_types"]) * 2 * 6 * 512 if kind else 1)
+        self.assertLess(abs(found / expected - 1), 0.03)
 
     def test_weights_in_4_bit(self):
         config = Qwen3_5MoeTextConfig(num_hidden_layers=4)
