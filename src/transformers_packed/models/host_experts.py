@@ -78,12 +78,12 @@ def _rules(model: Any, found: list[Any]) -> Any:
     gpu = "Leave the experts on the GPU."
     fix = "Load it after transformers_packed.register(), or pass it to patch_model first."
     able = titles([family for family in OWN if family.experts])
-    names = {experts_of(module.config) for module in found}
+    others = ", ".join(sorted({str(experts_of(module.config)) for module in found} - {EXPERTS}))
     sharded = next((x for module in found for x in module.parameters() if hasattr(x, "device_mesh")), None)
     trained = next((name for module in found for name, x in module.named_parameters() if x.requires_grad), None)
     rules: list[Rule] = [
         (not found, f"a {able} model with experts", type(model).__name__, gpu),
-        (names - {EXPERTS}, f'experts_implementation="{EXPERTS}" for experts in host memory', names, fix),
+        (others, f'experts_implementation="{EXPERTS}" for experts in host memory', others, fix),
         (sharded is not None, "whole experts in host memory", "experts that several processes share", gpu),
         (gathers_weights(model), "a model without FSDP and ZeRO-3 for experts in host memory", "a sharded one", gpu),
         (any(map(has_hooks, found)), "experts that stay in host memory", "a device_map, by which accelerate moves them", gpu),

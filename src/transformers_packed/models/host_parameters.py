@@ -104,7 +104,7 @@ def loading_to_host() -> AbstractContextManager:
     return swapped(_LOADS, to_host=True)
 
 
-def loaded(module: torch.nn.Module, weights: StoredWeight) -> StoredWeight:
+def loaded(module: torch.nn.Module, weights: Any) -> Any:
     """Return weights of experts where they stay when a model is loaded."""
     if not _LOADS["to_host"]:
         return weights
