@@ -150,8 +150,11 @@ class TrainingTest(HostExpertsTestCase):
 
     def test_weights_that_are_replaced(self):
         model = keep_experts_in_host_memory(mixture(adapters=False))
-        row, module = packed_batch(ROWS[0], "cu_seqlens"), experts_of(model)[1]
-        with copied_on_a_cpu():
+        # After several forwards, the copy of the first layer is there before the next one.
+        row, module = packed_batch(ROWS[0], "cu_seqlens"), experts_of(model)[0]
+        with copied_on_a_cpu() as copies:
+            for _ in range(2):
+                model(**row)
             for change in (
                 lambda: module.down_proj.data.mul_(2),
                 lambda: setattr(module.down_proj, "data", module.down_proj.detach() * 2),
@@ -159,6 +162,8 @@ class TrainingTest(HostExpertsTestCase):
                 lambda: setattr(module, "down_proj", torch.nn.Parameter(module.down_proj.detach() * 2, False)),
             ):
                 before = model(**row).logits
+                for event in list(copies.copies.queue):
+                    event.wait()
                 change()
                 after = model(**row).logits
                 self.assertFalse(torch.equal(after, before))

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from common.late_experts import copied_on_a_cpu
 from mixins.triton import InterpretedKernelsTest
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from transformers_packed.ops import experts, host_weights, offload
 from transformers_packed.ops.host_weights import DeviceCopies, HostTensors
@@ -57,6 +58,7 @@ class CopiesTest(unittest.TestCase):
             for at in (1, 0):
                 found = self.layers[number].on(CPU, at)
                 self.assertTrue(all(map(torch.equal, found, numbers(number)[at])))
+                del found
         return self.started.copy()
 
     def misses(self, *order: int) -> int:
@@ -133,8 +135,8 @@ class CopiesTest(unittest.TestCase):
 
         def counted(tensors):
             found = start(tensors)
-            alive.append(weakref.ref(found.buffers[0]))
-            self.assertLessEqual(sum(x() is not None for x in alive), 2)
+            alive.append(StorageWeakRef(found.buffers[0].untyped_storage()))
+            self.assertLessEqual(sum(not x.expired() for x in alive), 2)
             return found
 
         with mock.patch.object(self.copies, "_start", counted):
@@ -195,10 +197,10 @@ class ExpertsTest(InterpretedKernelsTest):
             ]
             y = experts(x, index, torch.ones(3, 2), *stored, impl=impl)
             self.assertTrue(torch.equal(y, expected))
-            buffers = [weakref.ref(buffer) for copy in copies.layers for buffer in copy.buffers]
+            buffers = [StorageWeakRef(x.untyped_storage()) for copy in copies.layers for x in copy.buffers]
             copies.layers.clear()
             gc.collect()
-            self.assertEqual([x() for x in buffers], [None, None])
+            self.assertEqual([x.expired() for x in buffers], [True, True])
             upstream = torch.randn_like(y)
             found, want = (torch.autograd.grad(y, x, upstream)[0] for y in (y, expected))
             self.assertTrue(torch.equal(found, want))

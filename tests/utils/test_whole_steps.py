@@ -1,9 +1,11 @@
 """What the benchmark of whole steps reads from a profile, and its steps with each optimizer on a CPU."""
 
+import io
 import json
 import sys
 import tempfile
 import unittest
+from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import pytest
 import torch
 import whole_steps
 from common.commands import run_main
+from common.late_experts import copied_on_a_cpu
 from common.optimizers import flashoptim
 from parameterized import parameterized
 from torch.autograd import DeviceType
@@ -68,3 +71,40 @@ class OptimizersTest(unittest.TestCase):
         self.assertEqual((run["optim"], run["kind"]), (name, "one"))
         self.assertEqual(run["weights"], "float32" if optimizer is None else optimizer.weights)
         self.assertGreater(run["step_ms"], 0)
+
+
+class HostMemoryTest(unittest.TestCase):
+    @parameterized.expand(["bfloat16", "nvfp4"])
+    @pytest.mark.slow
+    def test_experts_in_host_memory(self, weights):
+        options = [
+            "--model",
+            "tiny-moe",
+            "--tokens",
+            "128",
+            "--warmup",
+            "1",
+            "--steps",
+            "1",
+            "--lora",
+            "--checkpointing",
+        ]
+        options += ["--weights", weights]
+        moved = []
+        with tempfile.TemporaryDirectory() as folder, copied_on_a_cpu() as copies:
+            path, scratch = Path(folder, "runs.json"), str(Path(folder, "scratch"))
+            for option in ([], ["--experts-in-host-memory"]):
+                moved.append(copies.copies.copies)
+                run_main(whole_steps, *options, *option, "--output", path, "--scratch", scratch)
+            runs = json.loads(path.read_text())["runs"]
+        self.assertEqual([run["experts_in_host_memory"] for run in runs], [False, True])
+        self.assertEqual(["experts_on_host_GiB" in run for run in runs], [False, True])
+        self.assertEqual(moved, [0, 0])
+        self.assertGreater(copies.copies.copies, 0)
+
+    def test_experts_in_host_memory_of_other_runs(self):
+        for options in (["--lora", "--weights", "float32"], ["--lora", "--weights", "float8"], ["--weights", "nvfp4"]):
+            with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as stderr:
+                run_main(whole_steps, "--experts-in-host-memory", *options)
+            said = "--experts-in-host-memory needs --lora and --weights of bfloat16, nf4, fp8, nvfp4, awq"
+            self.assertIn(said, stderr.getvalue())
