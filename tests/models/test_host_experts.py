@@ -17,9 +17,11 @@ from mixins.patch import CONFIGS, builtin_model
 from ops.test_grouped_dequantization import random_groups
 from parameterized import parameterized
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from transformers_packed import keep_experts_in_host_memory, patch_model, unpatch_model, use_cuda_graphs
 from transformers_packed.models import cuda_graphs, host_parameters
+from transformers_packed.models import experts as our_experts
 from transformers_packed.models.checkpoint_formats import PackedWeight
 from transformers_packed.models.experts import is_known
 from transformers_packed.models.families import EXPERT_WEIGHTS
@@ -39,7 +41,7 @@ def experts_of(model):
     return [module for module in model.modules() if is_known(module)]
 
 
-def mixture(family="qwen3_5_moe", kind="float32", adapters=True, **options):
+def mixture(family="qwen3_5_moe", kind="float32", adapters=True, experts=True):
     """A model with experts of a kind, and adapters on layers and experts."""
     if kind == "nf4" and not find_spec("bitsandbytes"):
         raise unittest.SkipTest("needs bitsandbytes")
@@ -61,7 +63,7 @@ def mixture(family="qwen3_5_moe", kind="float32", adapters=True, **options):
             elif kind == "nf4":
                 set_weights(module, name, ExpertsIn4bit.of(weight.data, "nf4", True))
     torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules=LAYERS, target_parameters=list(EXPERT_WEIGHTS), **options)
+    config = LoraConfig(r=4, target_modules=LAYERS, target_parameters=list(EXPERT_WEIGHTS) if experts else None)
     return randomized(get_peft_model(model, config)) if adapters else model.requires_grad_(False)
 
 
@@ -119,6 +121,22 @@ class TrainingTest(HostExpertsTestCase):
             gradients(other, ROWS[0])
             self.assertEqual(copies.misses, misses)
 
+    @parameterized.expand([("float32",), ("nvfp4",), ("nf4",)])
+    def test_grouped_mm(self, kind):
+        """Where the op does not run, Transformers' function reads copies, and saves none for backward."""
+        model = mixture(kind=kind, experts=False)
+        other = keep_experts_in_host_memory(copy.deepcopy(model))
+        self.enterContext(mock.patch.object(our_experts, "_weights_for_op", lambda *_: "a reason"))
+        expected = run(model)
+        with copied_on_a_cpu() as copies:
+            self.assert_same(run(other), expected)
+            loss = other(**packed_batch(ROWS[0], "cu_seqlens"), use_cache=False).loss
+            buffers = [StorageWeakRef(x.untyped_storage()) for x in copies.layers[-1].buffers]
+            copies.layers.clear()
+            self.assertTrue(all(x.expired() for x in buffers))
+            loss.backward()
+        self.assertTrue(any("q_proj" in str(name) for name in expected))
+
     def test_a_copy_of_the_model(self):
         model = keep_experts_in_host_memory(mixture(kind="nvfp4"))
         other = copy.deepcopy(model)
@@ -136,7 +154,7 @@ class TrainingTest(HostExpertsTestCase):
         keep_experts_in_host_memory(model)
         with (
             copied_on_a_cpu(),
-            self.assertRaisesRegex(ValueError, "the op of this package computes, got others: their"),
+            self.assertRaisesRegex(ValueError, "expected plain experts in host memory, got others: their"),
         ):
             # PEFT then adds its products to the weights.
             gradients(model, ROWS[0])
@@ -315,6 +333,9 @@ class RefusalsTest(unittest.TestCase):
         hooked = mixture(adapters=False)
         vars(experts_of(hooked)[0])["_hf_hook"] = None
         self.check("stay in host memory, got a device_map, by which accelerate", hooked)
+        shared = mixture(adapters=False)
+        experts_of(shared)[0].down_proj.device_mesh = None
+        self.check("expected whole experts in host memory, got experts that several processes share", shared)
         with mock.patch("transformers_packed.models.host_experts.gathers_weights", lambda model: True):
             self.check("without FSDP and ZeRO-3 for experts in host memory, got a sharded", mixture(adapters=False))
 

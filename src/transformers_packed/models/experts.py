@@ -4,10 +4,12 @@ Our models choose it by default, and `patch_model` sets it in place of Transform
 that the user sets is kept.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.checkpoint import checkpoint
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 from transformers.integrations.finegrained_fp8 import fp8_grouped_mm_experts_forward
@@ -19,7 +21,7 @@ from ..ops.dispatch import ran
 from ..ops.moe import verify_triton
 from ..ops.terms import Adapter, DequantizedExperts
 from .families import EXPERT_CLASSES
-from .host_parameters import needs_copies
+from .host_parameters import needs_copies, with_copies
 from .installed import EXPERTS
 from .lora import adapter_of_parameter, is_lora, lora_class
 from .quantized_weights import is_replaced
@@ -153,11 +155,22 @@ def experts_forward(
     weights = _weights_for_op(self, hidden_states, top_k_index, top_k_weights)
     if not isinstance(weights, str):
         return experts(hidden_states, top_k_index, top_k_weights, *weights)
-    if needs_copies(self, hidden_states.device):
-        raise input_error("experts in host memory that the op of this package computes", f"others: {weights}", _ON_GPU)
-    ran("experts", _DEFAULT, [weights])
     grouped_mm = fp8_grouped_mm_experts_forward if has_experts_in_blocks(self) else moe.grouped_mm_experts_forward
-    return grouped_mm(self, hidden_states, top_k_index, top_k_weights)
+    call = hidden_states, top_k_index, top_k_weights
+    if needs_copies(self, hidden_states.device):
+        if is_parametrized(self) or torch.compiler.is_compiling():
+            raise input_error("plain experts in host memory", f"others: {weights}", "Leave the experts on the GPU.")
+        ran("experts", _DEFAULT, [weights])
+        # Otherwise, each layer would save its copies for backward.
+        options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+        return checkpoint(_with_copies, grouped_mm, self, *call, **options)
+    ran("experts", _DEFAULT, [weights])
+    return grouped_mm(self, *call)
+
+
+def _with_copies(grouped_mm: Callable, module: Any, hidden_states: torch.Tensor, *choices: torch.Tensor) -> Any:
+    with with_copies(module, hidden_states.device):
+        return grouped_mm(module, hidden_states, *choices)
 
 
 def weights_of(module: Any, hidden_states: torch.Tensor) -> list[torch.Tensor | DequantizedExperts] | str:

@@ -71,6 +71,17 @@ def copies_of(module: torch.nn.Module, name: str, device: torch.device) -> Calla
     return partial(host.on, device, at)
 
 
+def with_copies(module: Any, device: torch.device) -> AbstractContextManager:
+    """Let the module's parameters be copies on a device meanwhile."""
+    copies: dict[str, torch.Tensor] = {}
+    for name in WEIGHTS:
+        tensors = iter(copies_of(module, name, device)())
+        for part in _parts_of(module, name):
+            weight = module._parameters[part]
+            copies[part] = with_tensors(weight, tensors) if isinstance(weight, StoredWeight) else next(tensors)
+    return swapped(module._parameters, **copies)
+
+
 def move_to_host(module: Any) -> HostTensors:
     """Move the weights of a module of experts to pages of host memory, one at a time, and keep them there.
 

@@ -10,8 +10,7 @@ from transformers import BitsAndBytesConfig
 
 from .adapters import AdapterMixin
 from .families import EXPERT_CLASSES, EXPERT_WEIGHTS, OWN, family_of
-from .host_parameters import loaded
-from .installed import reading_checkpoints
+from .installed import late, reading_checkpoints
 from .quantized_weights import ExpertsIn4bit, set_weights
 from .releases import initialize_module
 
@@ -99,7 +98,7 @@ def initialize_in_4bit(model: Any, config: BitsAndBytesConfig, device: torch.dev
             old = getattr(module, parameter).data
             new = ExpertsIn4bit.of(old, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant)
             if isinstance(model, QuantizationMixin):
-                set_weights(module, parameter, loaded(module, new))
+                set_weights(module, parameter, late("host_parameters").loaded(module, new))
             else:
                 old.copy_(new.compute())
     model.tie_weights()

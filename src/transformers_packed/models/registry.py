@@ -13,7 +13,6 @@ from transformers.utils import logging
 from ..errors import input_error
 from .families import OWN, families_of_class, modeling_module
 from .family import Isolated, Refused
-from .host_parameters import host_of
 from .installed import REGISTERED, hold, install_registration, is_registered, late, unregister
 from .packed_model import PackedModelMixin
 from .quantized_weights import adopt
@@ -290,7 +289,7 @@ def unpatch_model(model: Model) -> Model:
     ```
     """
     classes = {ours: builtin for builtin, ours in REPLACEMENTS.items()}
-    if any(host_of(module) is not None for module in model.modules()):
+    if any(map(late("host_parameters").host_of, model.modules())):
         got, fix = "experts in host memory, which stock classes do not copy to the GPU", "Load the model again."
         raise input_error("experts on the model's device", got, fix)
     apply_changes(find_changes(model, classes, related=lambda cls: issubclass(cls, tuple(classes))))
