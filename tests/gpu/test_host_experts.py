@@ -8,12 +8,13 @@ import torch
 from common.blocks import stored_and_plain
 from common.gpu import needs_gpu, report, synchronising_is_an_error
 from common.real_heads import model_on_gpu, row_on_gpu
-from mixins.model import gradients
+from mixins.model import gradients, total_relative_error
 from ops.test_grouped_dequantization import random_groups
 from parameterized import parameterized
 from peft import LoraConfig, get_peft_model
 
 from transformers_packed import keep_experts_in_host_memory
+from transformers_packed.models import experts as our_experts
 from transformers_packed.models.checkpoint_formats import PackedWeight
 from transformers_packed.models.experts import is_known
 from transformers_packed.models.families import EXPERT_WEIGHTS
@@ -32,7 +33,7 @@ def experts_of(model):
     return [module for module in model.modules() if is_known(module)]
 
 
-def mixture(kind: str) -> torch.nn.Module:
+def mixture(kind: str, experts: bool = True) -> torch.nn.Module:
     """A model in host memory, with adapters on linear layers and experts."""
     model = model_on_gpu("qwen3_5_moe", **SIZES).cpu()
     if kind == "fp8":
@@ -45,7 +46,9 @@ def mixture(kind: str) -> torch.nn.Module:
             setattr(module, name, torch.nn.Parameter(PackedWeight(groups, torch.bfloat16), requires_grad=False))
     torch.manual_seed(1)
     config = LoraConfig(
-        r=8, target_modules=["q_proj", "o_proj", "out_proj", "up_proj"], target_parameters=list(EXPERT_WEIGHTS)
+        r=8,
+        target_modules=["q_proj", "o_proj", "out_proj", "up_proj"],
+        target_parameters=list(EXPERT_WEIGHTS) if experts else None,
     )
     model = get_peft_model(model, config)
     for name, parameter in model.named_parameters():
@@ -66,9 +69,9 @@ class HostExpertsTest(unittest.TestCase):
         torch.use_deterministic_algorithms(True)
         self.addCleanup(torch.use_deterministic_algorithms, False)
 
-    def both(self, kind: str, checkpointing: bool = True):
+    def both(self, kind: str, checkpointing: bool = True, **options):
         """The model on the GPU, and the same with experts in host memory."""
-        model = mixture(kind)
+        model = mixture(kind, **options)
         other = keep_experts_in_host_memory(copy.deepcopy(model))
         models = [x.to("cuda") for x in (model, other)]
         for x in models if checkpointing else ():
@@ -162,6 +165,24 @@ class HostExpertsTest(unittest.TestCase):
         self.assertEqual(copies.misses, before)
         # Two layers are there at each turn.
         self.assertEqual(start.call_count, 2 * (SIZES["num_hidden_layers"] - 2))
+
+    def test_grouped_mm(self):
+        """Where the op does not run, Transformers' function reads the copies, and saves none for backward."""
+        model, other = self.both("bfloat16", checkpointing=False, experts=False)
+        # Its histogram and its sums are not deterministic.
+        torch.use_deterministic_algorithms(False)
+        self.enterContext(mock.patch.object(our_experts, "_weights_for_op", lambda *_: "a reason"))
+        for _ in range(2):
+            self.assertLess(total_relative_error(step(other), step(model)), 2e-2)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = other(**row_on_gpu(LENGTHS), use_cache=False).loss
+        torch.cuda.synchronize()
+        with_graph = torch.cuda.memory_allocated()
+        copies = host_weights._COPIES[torch.device("cuda", torch.cuda.current_device())]
+        copies.layers.clear()
+        # Both layers that were there are freed.
+        self.assertLess(torch.cuda.memory_allocated(), with_graph - bytes_in_host_memory(other) / 2 + 2**20)
+        loss.backward()
 
     def test_merge(self):
         model, other = self.both("bfloat16")
