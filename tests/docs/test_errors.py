@@ -21,9 +21,11 @@ from transformers_packed import (
     PackingDataset,
     SequenceBoundaries,
     configure_packing,
+    keep_experts_in_host_memory,
     pack_dataset,
     patch_model,
     plan_packing,
+    unpatch_model,
 )
 from transformers_packed.audit.tiny import tiny_model
 from transformers_packed.data.records.samples import make_samples, read_records
@@ -226,6 +228,15 @@ def of_teachers() -> Calls:
     yield lambda: configure_packing(make_trainer(kind=WithOwnLoss), teacher=longer)
 
 
+def of_experts_in_host_memory() -> Calls:
+    stock = tiny_model("qwen3_5_moe_text")
+    yield lambda: keep_experts_in_host_memory(stock)
+    yield lambda: keep_experts_in_host_memory(patch_model(stock))
+    kept = keep_experts_in_host_memory(patch_model(tiny_model("qwen3_5_moe_text")).requires_grad_(False))
+    yield lambda: kept.half()
+    yield lambda: unpatch_model(kept)
+
+
 def of_ops() -> Calls:
     yield lambda: gated_delta_rule(*HEADS, boundaries=LENGTHS, initial_state=torch.zeros(1, 2, 8, 8))
     yield lambda: gated_delta_rule(*HEADS, boundaries=LENGTHS, impl="flash")
@@ -244,6 +255,7 @@ SECTIONS = {
     "Preferences and shared prompts": of_preferences,
     "A head of multi-token prediction does not train": of_mtp,
     "A teacher does not fit": of_teachers,
+    "Experts do not stay in host memory": of_experts_in_host_memory,
     "An op refuses a call": of_ops,
 }
 

@@ -8,7 +8,7 @@ from ..errors import Rule, first_error
 from ..foreign import experts_of
 from .experts import is_known
 from .families import OWN, titles
-from .host_parameters import host_of, move_to_host
+from .host_parameters import check_weights, host_of, move_to_host
 from .installed import EXPERTS
 from .releases import has_hooks
 from .replacements import Model
@@ -53,6 +53,8 @@ def keep_experts_in_host_memory(model: Model) -> Model:
     if (error := first_error(_rules(model, found))) is not None:
         raise error
     for module in found:
+        check_weights(module)
+    for module in found:
         move_to_host(module)
     return model
 
@@ -73,20 +75,17 @@ def bytes_in_host_memory(model: torch.nn.Module) -> int:
     return sum(pages.nbytes for host in hosts for pages in host.pages)
 
 
-def _rules(model: Any, found: list[Any]) -> Any:
-    """The reasons why the experts of a model cannot stay in host memory."""
+def _rules(model: Any, found: list[Any]) -> list[Rule]:
+    """The reasons why the experts of a model cannot stay in host memory, whatever their weights are."""
     gpu = "Leave the experts on the GPU."
     fix = "Load it after transformers_packed.register(), or pass it to patch_model first."
     able = titles([family for family in OWN if family.experts])
     others = ", ".join(sorted({str(experts_of(module.config)) for module in found} - {EXPERTS}))
     sharded = next((x for module in found for x in module.parameters() if hasattr(x, "device_mesh")), None)
-    trained = next((name for module in found for name, x in module.named_parameters() if x.requires_grad), None)
-    rules: list[Rule] = [
+    return [
         (not found, f"a {able} model with experts", type(model).__name__, gpu),
         (others, f'experts_implementation="{EXPERTS}" for experts in host memory', others, fix),
         (sharded is not None, "whole experts in host memory", "experts that several processes share", gpu),
         (gathers_weights(model), "a model without FSDP and ZeRO-3 for experts in host memory", "a sharded one", gpu),
         (any(map(has_hooks, found)), "experts that stay in host memory", "a device_map, by which accelerate moves them", gpu),
-        (trained, "frozen experts in host memory", f"a trained {trained}", "Call it after get_peft_model, or " + gpu.lower()),
     ]  # fmt: skip
-    return rules

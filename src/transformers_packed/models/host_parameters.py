@@ -88,8 +88,7 @@ def move_to_host(module: Any) -> HostTensors:
     Raises:
         `ValueError`: a weight is trained, or of a kind without copies.
     """
-    for name, weight in module.named_parameters(recurse=False):
-        _check(module, name, weight)
+    check_weights(module)
     host = keep_in_place(module)
     for at, name in enumerate(WEIGHTS):
         if len(host.lists) > at and host.holds(at, _tensors_of(module, name)):
@@ -132,13 +131,16 @@ def _left(module: torch.nn.Module, function: Callable, recurse: bool = True) -> 
     return module
 
 
-def _check(module: torch.nn.Module, name: str, weight: torch.Tensor) -> None:
-    kind = type(weight)
-    known = kind in (torch.nn.Parameter, HostWeight) or isinstance(weight, StoredWeight)
-    if name not in (part for weight in WEIGHTS for part in _parts_of(module, weight)) or not known:
-        expected = f"experts with {' and '.join(WEIGHTS)} alone in host memory, plain or quantized by this package"
-        raise input_error(expected, f"{name}, a {kind.__name__}", "Leave the experts on the GPU.")
-    _check_frozen(name, weight)
+def check_weights(module: torch.nn.Module) -> None:
+    """Raise a `ValueError` if a weight of a module of experts is trained, or of a kind without copies."""
+    parts = [part for weight in WEIGHTS for part in _parts_of(module, weight)]
+    for name, weight in module.named_parameters(recurse=False):
+        kind = type(weight)
+        known = kind in (torch.nn.Parameter, HostWeight) or isinstance(weight, StoredWeight)
+        if name not in parts or not known:
+            expected = f"experts with {' and '.join(WEIGHTS)} alone in host memory, plain or quantized by this package"
+            raise input_error(expected, f"{name}, a {kind.__name__}", "Leave the experts on the GPU.")
+        _check_frozen(name, weight)
 
 
 def _check_frozen(name: str, weight: Any) -> None:
