@@ -214,7 +214,7 @@ class StreamsTest(unittest.TestCase):
         compute.wait_event.side_effect = lambda event: log.append(f"compute waits for {event}")
         copying.wait_stream.side_effect = lambda stream: log.append("copy waits for compute")
         events = iter("abcdefgh")
-        copying.record_event.side_effect = lambda: log[-1:] == ["copied"] and next(events)
+        copying.record_event.side_effect = lambda timer: log[-1:] == ["copied"] and next(events)
         with (
             mock.patch("torch.cuda.Stream", lambda device: copying),
             mock.patch("torch.cuda.stream", lambda stream: nullcontext(log.append("copied"))),

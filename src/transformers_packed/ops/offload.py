@@ -178,7 +178,11 @@ class Copies:
 
     def now(self) -> Any:
         """Return an event of the compute stream."""
-        return self.compute_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return self.compute_stream().record_event(self.timer())
+
+    def timer(self) -> Any:
+        """Return an event that knows its time, or `None` if no time is needed."""
+        return None if self.layers is None else torch.cuda.Event(enable_timing=True)
 
     def compute_stream(self) -> Any:
         return torch.cuda.current_stream(self.device)
@@ -189,7 +193,7 @@ class Copies:
         self.stream.wait_stream(self.compute_stream())
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
-            return self.stream.record_event(torch.cuda.Event(enable_timing=self.layers is not None))
+            return self.stream.record_event(self.timer())
 
     def take(self, size: int) -> torch.Tensor | None:
         """Return a buffer of at least `size` bytes. A free one that is too small makes room for a new one.

@@ -31,6 +31,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..errors import described
+from ..ops.host_weights import HostTensors
 from ..ops.offload import HostCheckpoints
 
 
@@ -46,8 +47,9 @@ _SKIPPED = (
     torch.optim.Optimizer,
     logging.Logger,
     Path,
-    # Buffers for copies, whose content nobody reads.
+    # Buffers for copies, and pinned pages.
     HostCheckpoints,
+    HostTensors,
 )
 # Copies of containers that are no lists.
 _COPIES: dict[type, type] = {dict: dict, set: set, bytearray: bytes}
