@@ -38,7 +38,7 @@ class FlashQLACompilationTest(unittest.TestCase):
         self.barrier.wait(20)
         self.calls[name] = args, kwargs
 
-    def call(self, documents=3, rows=1, heads=(2, 4), requires_grad=True, function=None, states=False):
+    def call(self, documents=3, rows=1, heads=(2, 4), requires_grad=True, function=None, states=(False, False)):
         shape = rows, 9
         query, key = (torch.zeros(*shape, heads[0], 128, dtype=BFLOAT16) for _ in range(2))
         value = torch.zeros(*shape, heads[1], 128, dtype=BFLOAT16, requires_grad=requires_grad)
@@ -83,7 +83,7 @@ class FlashQLACompilationTest(unittest.TestCase):
         chunk.fused_gdr_fwd = forward
         chunk.fused_gdr_h, chunk.fused_gdr_bwd = partial(run, "h"), partial(run, "bwd")
         with self.assertLogs("transformers_packed", "INFO") as logs:
-            for kernels in self.call(states=True):
+            for kernels in self.call(states=True, function=flash_qla_kernels.start_threads):
                 kernels.wait()
         self.assertNotIn("one after the other", " ".join(logs.output))
         kinds = sorted((x.get("initial_state") is not None, x["output_final_state"]) for x in forwards)
@@ -95,7 +95,7 @@ class FlashQLACompilationTest(unittest.TestCase):
         self.assertEqual({x["h"].dtype for x in self.calls["bwd"]}, {BFLOAT16})
         self.assertEqual(sorted("initial_state" in x for x in self.calls["h"]), [False, True])
         # Plain rows find theirs, and so do later calls with states.
-        for states in (False, True):
+        for states in ((False, False), (False, True), (True, False), (True, True)):
             self.assertEqual(self.call(documents=1000, states=states), [])
         self.assertEqual(len(forwards), 4)
 
@@ -115,10 +115,30 @@ class FlashQLACompilationTest(unittest.TestCase):
         output.sum().backward()
         self.assertIn("fused_gdr_bwd", self.calls)
 
+    def test_a_forward_with_states_waits_for_its_own_kernels(self):
+        self.barrier, goes_on, forwards = mock.Mock(), threading.Event(), []
+
+        def forward(initial_state=None, output_final_state=False, **others):
+            kind = initial_state is not None, output_final_state
+            if kind in ((True, False), (True, True)):
+                goes_on.wait(20)
+            forwards.append(kind)
+
+        sys.modules["flash_qla.ops.gated_delta_rule"].chunk.fused_gdr_fwd = forward
+        waiting = self.call(states=(False, True))
+        for kernels in waiting:
+            kernels.wait()
+        # Neither this forward nor its backward needs the others.
+        self.assertEqual({*forwards}, {(False, False), (False, True)})
+        self.assertIn("fused_gdr_bwd", self.calls)
+        goes_on.set()
+        self.assertEqual(self.call(states=(True, True)), [])
+        self.assertIn((True, True), forwards)
+
     def test_started_before_there_is_a_row(self):
         goes_on = threading.Event()
         self.barrier = SimpleNamespace(wait=goes_on.wait)
-        (started,) = self.call(documents=1, function=flash_qla_kernels.start_threads)
+        (started,) = self.call(documents=1, function=flash_qla_kernels.start_threads, states=False)
         self.assertEqual(self.calls, {})
         goes_on.set()
         # A row finds them, and so does one without gradients.

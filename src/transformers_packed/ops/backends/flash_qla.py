@@ -21,8 +21,8 @@ def gated_delta_rule(query, key, value, g, beta, *, boundaries, use_qk_l2norm_in
     options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": None}
     if boundaries is not None:
         options["cu_seqlens"] = boundaries.derived("flash_qla", lambda: _prepared(boundaries))
-    with_states = states.get("initial_state") is not None or bool(states.get("output_final_state"))
-    started = compile_together(query, key, value, g, beta, options["cu_seqlens"], with_states)
+    kind = states.get("initial_state") is not None, bool(states.get("output_final_state"))
+    started = compile_together(query, key, value, g, beta, options["cu_seqlens"], kind)
     # auto_cp would split long documents and drop state that decays below e^-10 between the pieces.
     result = chunk_gated_delta_rule(query, key, value, g, beta, auto_cp=False, **options, **states)
     if result[0].grad_fn is not None:

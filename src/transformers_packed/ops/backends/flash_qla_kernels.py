@@ -6,7 +6,7 @@ so they can be started before there is a row. A forward waits for its own kernel
 compiled in the meantime.
 
 States at the ends of documents select other kernels: those of trees and shared prompts, of segments, and of rows that
-processes share. The first call with states starts all of them, and those without states.
+processes share. The first call with states starts all of them, and waits for those that begin and end as it does.
 """
 
 import os
@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -29,36 +31,47 @@ _MOST_BLOCKS = 256
 # Another kernel computes the forward from documents times heads of these shares of the multiprocessors on.
 _SHARES = 0.35, 0.7
 _GROUPS: dict[tuple, "Kernels"] = {}
+# Kinds of calls: without states, that begin with states and end with them, and backwards of the latter.
+_PLAIN, _BACKWARD = (False, False), "backward"
+_WITH_STATES = (False, True), (True, False), (True, True)
 
 
-def compile_together(query, key, value, g, beta, cu_seqlens, with_states: bool = False) -> "list[Kernels]":
-    """Compile the kernels of forward and backward in threads, and wait for those of the forward.
+def compile_together(query, key, value, g, beta, cu_seqlens, states: tuple[bool, bool] = _PLAIN) -> "list[Kernels]":
+    """Compile the kernels of forward and backward in threads, and wait for those of this forward.
 
-    Returns what the backward has to wait for.
+    `states` says whether the call begins with states, and ends with them. Returns what its backward has to wait for.
     """
-    started = start_threads(query, key, value, g, beta, cu_seqlens, with_states)
-    for kernels in started:
+    kinds = [_PLAIN] if states == _PLAIN else [_BACKWARD, states, _PLAIN]
+    found = _start((query, key, value, g, beta, cu_seqlens), [*kinds, *(_WITH_STATES if len(kinds) > 1 else ())])
+    own = [kernels for kind, kernels in found.items() if kind in kinds]
+    for kernels in own:
         kernels.wait_for_forward()
-    return [kernels for kernels in started if not kernels.are_ready]
+    return [kernels for kernels in own if not kernels.are_ready]
 
 
 def start_threads(query, key, value, g, beta, cu_seqlens, with_states: bool = False) -> "list[Kernels]":
-    """Return what such a call and its backward wait for. Threads compile it from the first call on.
+    """Return what such calls and their backwards wait for. Threads compile it from the first call on.
 
-    The kernels with states come first, because the backward among them takes longest.
+    The kernels of a backward with states come first, because they take longest.
     """
-    call = query, key, value, g, beta, cu_seqlens
-    found = [_group(*call, states) for states in (True, False)[not with_states :]]
-    return [kernels for kernels in found if kernels is not None and not kernels.are_ready]
+    kinds = [_BACKWARD, *_WITH_STATES, _PLAIN] if with_states else [_PLAIN]
+    return list(_start((query, key, value, g, beta, cu_seqlens), kinds).values())
 
 
-def _group(query, key, value, g, beta, cu_seqlens, with_states: bool) -> "Kernels | None":
-    """Return the kernels with states, or those without, and start them if there are none yet. A CUDA graph starts none."""
+def _start(call: tuple, kinds: list) -> "dict[Any, Kernels]":
+    """Return the kernels of these kinds that are not ready, and start those that nobody has started."""
+    found = {kind: _group(call, kind) for kind in dict.fromkeys(kinds)}
+    return {kind: kernels for kind, kernels in found.items() if kernels is not None and not kernels.are_ready}
+
+
+def _group(call: tuple, kind: Any) -> "Kernels | None":
+    """Return the kernels of a kind, and start them if there are none yet. A CUDA graph starts none."""
+    query, key, value, g, beta, cu_seqlens = call
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, g, beta))
     heads = key.shape[2], value.shape[2]
-    call = key.device, key.dtype, g.dtype, beta.dtype, *heads, cu_seqlens is None, with_states
+    chosen_by = key.device, key.dtype, g.dtype, beta.dtype, *heads, cu_seqlens is None, kind
     # Training has all kernels of a forward without gradients.
-    kernels = _GROUPS.get((*call, True)) or _GROUPS.get((*call, training))
+    kernels = _GROUPS.get((*chosen_by, True)) or _GROUPS.get((*chosen_by, training))
     if kernels is None:
         if key.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
@@ -66,15 +79,20 @@ def _group(query, key, value, g, beta, cu_seqlens, with_states: bool) -> "Kernel
         leave_ctrl_c_to_python()
         first: list[Callable[[], None]] = []
         others: list[Callable[[], None]] = []
+        row = key, value, g, beta, documents
         try:
-            row = key, value, g, beta, documents
-            first, others = _calls_with_states(*row, training) if with_states else _calls(*row, cu_seqlens, training)
+            if kind == _PLAIN:
+                first, others = _calls(*row, cu_seqlens, training)
+            elif kind == _BACKWARD:
+                others = _backward_with_states(*row) if training else []
+            else:
+                first = _forwards_with_states(*row, training, *kind)
         except Exception as error:
             _tell(error)
         if key.is_cuda:
             # The threads read tensors that this stream fills.
             torch.cuda.synchronize(key.device)
-        kernels = _GROUPS[*call, training] = Kernels(key.device, first, others)
+        kernels = _GROUPS[*chosen_by, training] = Kernels(key.device, first, others)
     return kernels
 
 
@@ -151,20 +169,26 @@ def _tell(error: Exception) -> None:
     logger.info(f"FlashQLA's kernels are compiled one after the other: {error}")
 
 
-def _calls_with_states(key, value, g, beta, documents: int, training: bool) -> tuple[list, list]:
-    """As [`_calls`], what calls with an initial state, a final state, or both need beside the kernels without states."""
+def _forwards_with_states(
+    key, value, g, beta, documents: int, training: bool, begins: bool, ends: bool
+) -> list[Callable[[], None]]:
+    """As [`_calls`], what forwards need that begin with states, end with them, or both, beside those without."""
     from flash_qla.ops.gated_delta_rule import chunk
 
-    first, rows = [], _rows(key, value, g, beta, documents, True, training)
-    for begins, ends in ((False, True), (True, False), (True, True)):
-        for row in rows:
-            given = {"initial_state": _state(row) if begins else None, "output_final_state": ends}
-            first.append(lambda row=row, given=given: chunk.fused_gdr_fwd(q=row["k"], **given, **row))
-    if not training:
-        return first, []
-    row, state = rows[0], _state(rows[0])
+    def run(row: dict) -> None:
+        initial_state = _state(row) if begins else None
+        chunk.fused_gdr_fwd(q=row["k"], initial_state=initial_state, output_final_state=ends, **row)
+
+    return [partial(run, row) for row in _rows(key, value, g, beta, documents, True, training)]
+
+
+def _backward_with_states(key, value, g, beta, documents: int) -> list[Callable[[], None]]:
+    from flash_qla.ops.gated_delta_rule import chunk
+
+    row = _rows(key, value, g, beta, documents, True, True)[0]
+    state = _state(row)
     of_tokens = state.to(key.dtype)[None]
-    return first, [
+    return [
         lambda: chunk.fused_gdr_bwd(q=row["k"], do=row["v"], dht=state, h=of_tokens, **row),
         lambda: chunk.fused_gdr_h(initial_state=state, output_final_state=False, **row),
     ]
