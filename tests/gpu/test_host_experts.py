@@ -140,8 +140,8 @@ class HostExpertsTest(unittest.TestCase):
         torch.cuda.empty_cache()
         second, most_on_host = peak(other)
         report(f"experts in host memory, {kind}", MiB=experts / 2**20, saved_MiB=(most - most_on_host) / 2**20)
-        # The GPU has those of two layers of four.
-        least = experts / 2 - 2**20
+        # The GPU has those of two layers of four. The allocator rounds blocks up to 2 MiB.
+        least = experts / 2 - 2**21
         self.assertGreaterEqual(first - second, least)
         self.assertGreaterEqual(most - most_on_host, least)
 

@@ -395,7 +395,7 @@ def _reason_against_checkpointing(layers: Iterable[torch.nn.Module]) -> str:
     for layer in layers:
         if not layer.gradient_checkpointing:
             continue
-        function = checkpoint_of(layer)
+        function: Any = checkpoint_of(layer)
         if _automatic(function):
             # A graph keeps inputs of layers in its own memory.
             function = function.args[0]

@@ -239,7 +239,8 @@ def tuned_in_threads() -> Iterator[None]:
         yield
         return
 
-    look_up, given = getattr(Autotuner, "check_disk_cache", None), dict[Any, dict[str, Any]]()
+    look_up: Any = getattr(Autotuner, "check_disk_cache", None)
+    given: dict[Any, dict[str, Any]] = {}
 
     with ThreadPoolExecutor(threads_of_this_process()) as pool:
 

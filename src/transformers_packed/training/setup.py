@@ -119,14 +119,9 @@ def _setup(
         changes += Change.of(trainer, **{COUNT_ITEMS: ItemCounts(getattr(trainer, COUNT_ITEMS), ours)})
         if facts.record.scores_tokens:
             changes += Change.of(trainer, compute_loss=BesideScores(trainer, trainer.compute_loss))
-    kept = _kept_from_liger(facts) if prepare else []
-    if kept:
-        config = {**(args.liger_kernel_config or {}), **dict.fromkeys(kept, False)}
-        changes += Change.of(args, liger_kernel_config=config)
-        line += f"; Liger leaves {', '.join(kept)} to this package"
-    if prepare and (options := _copied_checkpoints(facts)) is not None:
-        changes += Change.of(args, **{f"{checkpointing_argument()}_kwargs": options})
-        line += "; inputs of checkpointed layers are kept in host memory"
+    if prepare:
+        of_arguments, words = _of_arguments(facts)
+        changes, line = [*changes, *of_arguments], line + words
     if prepare and trainer.model_init is not None:
         changes += Change.of(trainer, model_init=_prepared(trainer.model_init, prepare))
     if callbacks != handler.callbacks:
@@ -390,13 +385,19 @@ def _prepared(make: Callable, prepare: list[Prepare]) -> Callable:
     return changed
 
 
-def _copied_checkpoints(facts: Facts) -> dict[str, Any] | None:
-    """The options of gradient checkpointing with automatic copies to host memory, unless the user decides."""
-    args, name = facts.trainer.args, checkpointing_argument()
+def _of_arguments(facts: Facts) -> tuple[list[Change], str]:
+    """The changes of a Trainer's arguments for models of this package, and what the user reads of them."""
+    args, name, changes, words = facts.trainer.args, checkpointing_argument(), list[Change](), ""
+    if kept := _kept_from_liger(facts):
+        config = {**(args.liger_kernel_config or {}), **dict.fromkeys(kept, False)}
+        changes += Change.of(args, liger_kernel_config=config)
+        words += f"; Liger leaves {', '.join(kept)} to this package"
     given = getattr(args, f"{name}_kwargs") or {}
-    possible = can_select_checkpoints() and compiles_kernels(args.device)
-    possible = possible and bool(families_of(facts.trainer.model, Own))
-    return {"offload": "auto", **given} if possible and getattr(args, name) and "offload" not in given else None
+    copied = can_select_checkpoints() and compiles_kernels(args.device) and getattr(args, name)
+    if copied and "offload" not in given and families_of(facts.trainer.model, Own):
+        changes += Change.of(args, **{f"{name}_kwargs": {"offload": "auto", **given}})
+        words += "; inputs of checkpointed layers are kept in host memory"
+    return changes, words
 
 
 def _kept_from_liger(facts: Facts) -> list[str]:

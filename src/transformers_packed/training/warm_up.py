@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,48 +124,52 @@ def warm_up(
     if not compiles_kernels(device):
         logger.info(f"warm_up: skipped on {device.type}, where no kernel is compiled.")
         return []
-    rows, found, start = rows_to_run(max_length, max_documents), [], time.perf_counter()
-    of_trees = [tokens for tokens in (_SHORT - 1, _SHORT) if trees and tokens <= max_length]
     collator = collator or DataCollatorWithFlattening(
         return_seq_idx=True, return_flash_attn_kwargs=True, model=model, on_leak="ignore"
     )
-    loss = loss or _loss
+    loss, start = loss or _loss, time.perf_counter()
+    rows = [partial(make_row, model, lengths, collator, device) for lengths in rows_to_run(max_length, max_documents)]
+    of_trees = [tokens for tokens in (_SHORT - 1, _SHORT) if trees and tokens <= max_length]
+    batches = [*rows, *(partial(make_tree, model, tokens, collator, device) for tokens in of_trees)]
+    with _reported(len(batches) + evaluation, progress) as (found, done), as_before(model):
+        started = start_compiling(inner_model(model).config, device, dtype or inner_model(model).dtype, trees)
+        for make in batches:
+            value = loss(model, make())
+            for kernels in started:
+                # Ctrl-C does not stop a backward, which would wait as well.
+                kernels.wait()
+            value.backward()
+            model.zero_grad()
+            done()
+        if evaluation:
+            model.eval()
+            with torch.no_grad():
+                loss(model, rows[0]())
+            done()
+    built = sum(not one.from_disk for one in found)
+    logger.info(
+        f"warm_up: {built} kernels compiled and {len(found) - built} loaded in {time.perf_counter() - start:.1f} s."
+    )
+    return found
+
+
+@contextmanager
+def _reported(rows: int, progress: bool) -> Iterator[tuple[list[Compilation], Callable[[], Any]]]:
+    """Note what is compiled meanwhile, with variants in threads. Yields the records, and what counts a row."""
+    found: list[Compilation] = []
     # While threads compile, the output of errors is a pipe.
     hidden = (False if tilelang_output.errors_are_shown() else None) if progress else True
-    total, config = len(rows) + len(of_trees) + evaluation, inner_model(model).config
-    bar = tqdm(total=total, desc="Compiling kernels", unit="row", leave=False, disable=hidden)
+    bar = tqdm(total=rows, desc="Compiling kernels", unit="row", leave=False, disable=hidden)
 
     def tell(compilation: Compilation) -> None:
         found.append(compilation)
         bar.set_postfix_str(f"{len(found)} kernels, {compilation.kernel} {compilation.seconds:.0f} s")
 
     try:
-        with bar, _ticking(bar), as_before(model), tuned_in_threads(), compilations(tell):
-            started = start_compiling(config, device, dtype or inner_model(model).dtype, trees)
-            batches = chain(
-                (make_row(model, lengths, collator, device) for lengths in rows),
-                (make_tree(model, tokens, collator, device) for tokens in of_trees),
-            )
-            for batch in batches:
-                value = loss(model, batch)
-                for kernels in started:
-                    # Ctrl-C does not stop a backward, which would wait as well.
-                    kernels.wait()
-                value.backward()
-                model.zero_grad()
-                bar.update()
-            if evaluation:
-                model.eval()
-                with torch.no_grad():
-                    loss(model, make_row(model, rows[0], collator, device))
-                bar.update()
+        with bar, _ticking(bar), tuned_in_threads(), compilations(tell):
+            yield found, bar.update
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"while compiling kernels, before the first step; {len(found)} are ready") from error
-    built = sum(not one.from_disk for one in found)
-    logger.info(
-        f"warm_up: {built} kernels compiled and {len(found) - built} loaded in {time.perf_counter() - start:.1f} s."
-    )
-    return found
 
 
 def start_compiling(
