@@ -23,7 +23,7 @@ EXTRAS = {
     # A compiled convolution; optional, its build needs nvcc.
     "causal-conv1d": ["causal-conv1d>=1.7.0"],
     "trl": ["trl>=1.16"],
-    "demo": ["matplotlib>=3.9", "psutil>=5.9"],
+    "demo": ["matplotlib>=3.9"],
     "docs": ["mkdocstrings-python>=2.0.11", "zensical>=0.0.73"],
 }
 EXTRAS["dev"] = [
@@ -77,7 +77,14 @@ setup(
     packages=find_packages("src"),
     package_data={"transformers_packed": ["py.typed"], "transformers_packed.models": ["support_matrix.json"]},
     python_requires=">=3.11",
-    install_requires=["accelerate>=1.10.1", "numpy>=2.0", "torch>=2.11", "tqdm>=4.66.3", "transformers>=5.16.1,<6"],
+    install_requires=[
+        "accelerate>=1.10.1",
+        "numpy>=2.0",
+        "psutil>=5.9",
+        "torch>=2.11",
+        "tqdm>=4.66.3",
+        "transformers>=5.16.1,<6",
+    ],
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["transformers-packed=transformers_packed.cli:main"],
