@@ -54,6 +54,13 @@ class ChosenSegmentsTest(unittest.TestCase):
         self.assertEqual(len(lines), 1)
         return found, lines[0]
 
+    def test_small_inputs_stay_on_the_gpu_by_default(self):
+        on_gpu, on_host = (self.chosen(99, offload=offload)[1] for offload in (False, True))
+        self.assertNotEqual(on_gpu, on_host)
+        self.assertEqual(self.chosen(99, offload=None)[1], on_host)
+        with mock.patch.object(segments, "SMALLEST_UNASKED", 1 << 40):
+            self.assertEqual(self.chosen(99, offload=None)[1], on_gpu)
+
     @parameterized.expand(
         [
             ("adapters", {}, {"lora_rank": 16}),

@@ -35,7 +35,7 @@ class OffloadTest(unittest.TestCase):
         torch.use_deterministic_algorithms(True)
         self.addCleanup(torch.use_deterministic_algorithms, False)
         # Inputs of layers are 4 MiB.
-        self.enterContext(mock.patch.object(offload, "_SMALLEST_UNASKED", 1 << 20))
+        self.enterContext(mock.patch.object(offload, "SMALLEST_UNASKED", 1 << 20))
         self.model = model_on_gpu()
         self.batch = row(*LENGTHS)
         self.enable(False)

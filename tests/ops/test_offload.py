@@ -137,7 +137,7 @@ class AutomaticTest(SavedTest):
         """Run a step on tensors as large as those of training, and return its copies."""
         x = torch.randn(8, requires_grad=True)
         before = self.copies.copies if self.host._copies else 0
-        with mock.patch.object(offload, "_SMALLEST_UNASKED", 1):
+        with mock.patch.object(offload, "SMALLEST_UNASKED", 1):
             self.assertTrue(torch.equal(torch.autograd.grad(self.layers(x).sum(), x)[0], self.expected(x)))
         return self.copies.copies - before
 

@@ -16,6 +16,7 @@ from ..models.checkpoint_kinds import stored_as
 from ..models.families import sizes_of
 from ..models.memory import FULL, HALF, Lora
 from ..models.optimizers import OPTIMIZERS, dtype_of_weights
+from ..ops.offload import SMALLEST_UNASKED
 from .lines import say
 from .options import AUTO
 
@@ -47,7 +48,11 @@ def chosen_segments(
     checkpointed = checkpointed_layers(config, settings.every_n_layers or 1, mtp)
 
     def need(segment: int | None) -> float:
-        given = sizes, parameters, length, 1, gpus, width, checkpointed, settings.offload is not False, None, lora
+        offload = settings.offload
+        if offload is None:
+            # What automatic copies leave on the GPU.
+            offload = HALF * min(segment or length, length) * sizes.hidden >= SMALLEST_UNASKED
+        given = sizes, parameters, length, 1, gpus, width, checkpointed, offload, None, lora
         options = OPTIMIZERS[settings.optim], rows, 1, settings.keep_attention, segment
         return step_memory(*given, *options).total
 

@@ -37,7 +37,7 @@ logger = logging.get_logger(__name__)
 
 # Bytes below which a copy takes longer than it is worth, and below which copies of all layers gain too little to be made
 # unasked: 0.4 GiB with 24 layers.
-_SMALLEST, _SMALLEST_UNASKED = 1 << 20, 1 << 24
+_SMALLEST, SMALLEST_UNASKED = 1 << 20, 1 << 24
 # The most of the free memory of the host that automatic copies take, because pinned pages cannot be swapped out.
 _SHARE = 0.5
 # How many layers tell whether copies take longer than layers, and the share of its time that such a layer waits.
@@ -87,7 +87,7 @@ class HostCheckpoints:
         return HostCheckpoints, (self.automatic,)
 
     def _save(self, tensor: torch.Tensor) -> Any:
-        if not leaves(tensor, _SMALLEST_UNASKED if self.automatic else _SMALLEST):
+        if not leaves(tensor, SMALLEST_UNASKED if self.automatic else _SMALLEST):
             return tensor
         copies = self._copies.get(tensor.device)
         if copies is None:
@@ -104,7 +104,7 @@ def leaves(tensor: torch.Tensor, smallest: int) -> bool:
 
 def all_checkpoints() -> AbstractContextManager:
     """Let small tensors go to the host too meanwhile, as large ones do."""
-    return swapped(globals(), _SMALLEST=0, _SMALLEST_UNASKED=0)
+    return swapped(globals(), _SMALLEST=0, SMALLEST_UNASKED=0)
 
 
 def free_host_memory() -> int:
@@ -151,7 +151,7 @@ class Copies:
             earlier.check()
             earlier.leave()
             # Not of layers that waited for memory, nor of the small tensors of `all_checkpoints`.
-            usual = size >= _SMALLEST_UNASKED > 0 and any(buffer.nbytes >= size for buffer in self.free)
+            usual = size >= SMALLEST_UNASKED > 0 and any(buffer.nbytes >= size for buffer in self.free)
             if self.layers is not None and usual:
                 self.layers.append((begun, earlier.copied, self.begun))
                 self.decide()
