@@ -15,7 +15,8 @@ from torch.autograd import gradcheck, gradgradcheck
 import transformers_packed
 from transformers_packed.ops.autograd import first_order
 from transformers_packed.ops.linear import shared_input_linears
-from transformers_packed.ops.terms import Adapter, Projection
+from transformers_packed.ops.moe import _FrozenLinear
+from transformers_packed.ops.terms import Adapter, DequantizedExperts, Projection
 from transformers_packed.parallel import SequenceParallel
 from transformers_packed.parallel.collectives import all_gather, all_to_all, redistribute, tie
 from transformers_packed.parallel.mixers import _AddToStart, _WithEnds
@@ -27,6 +28,7 @@ TWICE = {
     "_Take",
     "_AddToStart",
     "_Collective",
+    "_FrozenLinear",
     "_Tie",
     "_WithEnds",
 }
@@ -104,6 +106,11 @@ class SecondOrderTest(unittest.TestCase):
         self.check(lambda x: tuple(y.pow(3) for y in _WithEnds.apply(x, 2, 3)), random(1, 6, 2))
         self.check(lambda x, y: _AddToStart.apply(x.pow(2), y).pow(3), random(1, 6, 2), random(1, 2, 2))
         self.check(lambda x, y: tie(x, y).pow(3), random(4), random(3))
+
+    def test_frozen_experts(self):
+        weights = random(2, 3, 4).detach()
+        stored = DequantizedExperts(weights.shape, weights.dtype, lambda first, last: weights[first:last])
+        self.check(lambda x: _FrozenLinear.apply(x, weights[1], stored, 1).pow(3), random(5, 4))
 
     def test_exchanges(self):
         size = 2

@@ -289,9 +289,10 @@ def unpatch_model(model: Model) -> Model:
     ```
     """
     classes = {ours: builtin for builtin, ours in REPLACEMENTS.items()}
+    changes = find_changes(model, classes, related=lambda cls: issubclass(cls, tuple(classes)))
     if any(map(late("host_parameters").host_of, model.modules())):
         got, fix = "experts in host memory, which stock classes do not copy to the GPU", "Load the model again."
         raise input_error("experts on the model's device", got, fix)
-    apply_changes(find_changes(model, classes, related=lambda cls: issubclass(cls, tuple(classes))))
+    apply_changes(changes)
     late("experts").switch_implementation(model, ours=False)
     return model

@@ -120,7 +120,9 @@ def computed(file, run):
         checkpointed_layers(config, int(saving > 0), bool(mtp)),
         saving == 2,
         arm.split("+")[1] if size > 1 else None,
-        Lora(16 * lora, experts, stored if lora else None, mtp == "mtp-only", run.get("experts_in_host_memory", False)),
+        Lora(
+            16 * lora, experts, stored if lora else None, mtp == "mtp-only", run.get("experts_in_host_memory", False)
+        ),
         OPTIMIZERS[optim or DEFAULT],
         1,
         2 if spread == "EP" else 1,
