@@ -37,9 +37,9 @@ class LateCopies(offload.Copies):
 
     copy_ms, has_room = 0.5, 1 << 40
 
-    def __init__(self, device: torch.device, automatic: bool = False):
+    def __init__(self, device: torch.device, needed=None):
         with mock.patch("torch.cuda.Stream"):
-            super().__init__(device, automatic)
+            super().__init__(device, needed)
         self.queue, self.copies, self.allocated, self.pinned, self.time = [], 0, 0, 0, 0.0
 
     def compute_stream(self):

@@ -143,7 +143,7 @@ class SetUpTest(ConfigureTestCase):
             trainer = self.trainer(args=checkpointing)
             with mock.patch.object(setup, "compiles_kernels", return_value=on_gpu):
                 line, _ = said(configure_packing, trainer)
-            self.assertIs("checkpointed layers are kept in host memory" in line, on_gpu)
+            self.assertIs("checkpointed layers go to host memory" in line, on_gpu)
             with on_a_cpu(64):
                 said(trainer.train)
             functions = [layer._gradient_checkpointing_func for layer in trainer.model.model.layers]

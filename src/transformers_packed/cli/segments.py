@@ -39,7 +39,8 @@ def chosen_segments(
     config = base.config
     mtp = settings.mtp or settings.mtp_only
     sizes, parameters = sizes_of(config), Parameters.of(config, mtp)
-    lora = Lora(settings.lora_rank * settings.lora, settings.experts, stored_as(config), settings.mtp_only)
+    on_host = settings.experts_in_host_memory
+    lora = Lora(settings.lora_rank * settings.lora, settings.experts, stored_as(config), settings.mtp_only, on_host)
     width = {"bfloat16": HALF, "float32": FULL}[dtype_of_weights(settings.optim, settings.lora)]
     processes, rows = int(os.environ.get("WORLD_SIZE", 1)), settings.gradient_accumulation_steps
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"

@@ -94,8 +94,9 @@ def move_to_host(module: Any) -> HostTensors:
         if len(host.lists) > at and host.holds(at, _tensors_of(module, name)):
             continue
         moved = iter(host.keep(at, _tensors_of(module, name)))
-        for part in _parts_of(module, name):
-            module._parameters[part] = _in_memory_of(moved, module._parameters[part], host)
+        with torch.inference_mode(False):
+            for part in _parts_of(module, name):
+                module._parameters[part] = _in_memory_of(moved, module._parameters[part], host)
     return host
 
 
@@ -163,6 +164,10 @@ def _in_memory_of(moved: Any, parameter: Any, host: HostTensors) -> torch.nn.Par
     """Return a parameter with the next tensors of `moved`."""
     if isinstance(parameter, StoredWeight):
         return torch.nn.Parameter(with_tensors(parameter, moved), requires_grad=False)
-    weight = HostWeight(next(moved), requires_grad=False)
+    if isinstance(parameter, HostWeight):
+        # Whoever has replaced its data may put it back, such as the check before the first step.
+        weight, weight.data = parameter, next(moved)
+    else:
+        weight = HostWeight(next(moved), requires_grad=False)
     weight.host = host
     return weight

@@ -305,7 +305,8 @@ def with_boundaries(cls: Any, builtin: Any) -> Callable:
     """
 
     def run(model: Any, inputs: dict[str, Any]) -> Any:
-        if torch.compiler.is_dynamo_compiling() and _trains_or_packs(model, inputs):
+        traced = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+        if traced and _trains_or_packs(model, inputs):
             return outside(run, model, inputs)
         boundaries = resolve_boundaries(inputs)
         return model.forward_with_boundaries(boundaries, settled=True, **inputs)

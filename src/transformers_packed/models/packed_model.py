@@ -1,5 +1,6 @@
 """`PackedModelMixin`, the base of all our model classes."""
 
+import weakref
 from collections.abc import Mapping, Set
 from copy import deepcopy
 from functools import partial
@@ -25,6 +26,8 @@ from .versions import can_select_checkpoints, check_checkpointing
 
 logger = logging.get_logger(__name__)
 
+# The attribute with what copies checkpoints to the host.
+_COPIES = "_host_checkpoints"
 # The options of `save_pretrained` that `push_to_hub` takes.
 _OF_UPLOADS = {"commit_message", "create_pr", "max_shard_size", "private", "token"}
 
@@ -153,6 +156,9 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
             With `"segment_tokens": n`, layers compute longer rows in segments of `n` tokens.
             """
             options = dict(activation_checkpointing_kwargs or {})
+            # Trainers take them out, but TRL's pass all options on.
+            every_n_layers = options.pop("every_n_layers", every_n_layers)
+            offload = options.pop("offload", offload)
             # Late imports, because the ops import the compiler of PyTorch.
             if options.pop("keep_attention", False):
                 from ..ops.attention import keeping_attention
@@ -172,10 +178,16 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
             accelerator = torch.accelerator.current_accelerator()
             beside = offload and (accelerator is None or accelerator.type == "cuda")
             super().activation_checkpointing_enable(options or None, every_n_layers, offload is True and not beside)
+            copies = vars(self).pop(_COPIES, None)
             if beside:
                 from ..ops.offload import HostCheckpoints
 
-                wrap_checkpoints(self, HostCheckpoints(automatic=offload == "auto"))
+                # The buffers are used again.
+                needed = partial(_bytes_of_moments, weakref.ref(self)) if offload == "auto" else None
+                if copies is None or copies.automatic != (offload == "auto"):
+                    copies = HostCheckpoints(needed)
+                vars(self)[_COPIES] = copies
+                wrap_checkpoints(self, copies)
             if segment_tokens is not None:
                 wrap_checkpoints(self, partial(in_segments, segment_tokens))
 
@@ -207,6 +219,12 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
         if family is not None and isinstance(family.apart, Own):
             requested_experts = EXPERTS if requested_experts is None else requested_experts
         return super().get_correct_experts_implementation(requested_experts)
+
+
+def _bytes_of_moments(model: "weakref.ref[torch.nn.Module]") -> int:
+    """Return the bytes of two moments of each trained parameter, which an optimizer may still need."""
+    parameters = [] if (found := model()) is None else [x for x in found.parameters() if x.requires_grad]
+    return 2 * sum(x.numel() * x.element_size() for x in parameters)
 
 
 def _without_reentrant(options: dict[str, Any], name: str) -> dict[str, Any]:

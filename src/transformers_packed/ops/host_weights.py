@@ -51,10 +51,12 @@ class HostTensors:
 
     def keep(self, at: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors into pages of their own as list number `at`, in place of another list, and return them there."""
-        pages = offload.new_pages(max(_places(tensors)[-1], 1))
-        moved = _cut(pages, tensors)
-        for target, source in zip(moved, tensors, strict=True):
-            target.copy_(source)
+        # A tensor of inference mode could not be read in training.
+        with torch.inference_mode(False), torch.no_grad():
+            pages = offload.new_pages(max(_places(tensors)[-1], 1))
+            moved = _cut(pages, tensors)
+            for target, source in zip(moved, tensors, strict=True):
+                target.copy_(source)
         self.pages[at:], self.lists[at:] = [pages, *self.pages[at + 1 :]], [moved, *self.lists[at + 1 :]]
         self.changes += 1
         return moved
@@ -72,10 +74,12 @@ class HostTensors:
 
     def pin(self, copies: offload.Copies) -> None:
         """Pin the pages, which the first device that needs a copy does."""
+        pinned = [pages for pages in self.pages if any(pages is other for other in self._pinned)]
+        self._pinned = pinned
         for pages in self.pages:
-            if not any(pages is other for other in self._pinned):
+            if not any(pages is other for other in pinned):
                 copies.pin(pages, "experts in host memory", _FIX)
-        self._pinned = list(self.pages)
+                pinned.append(pages)
 
     def state(self) -> tuple[int, ...]:
         """What differs after a change of values."""
@@ -150,7 +154,6 @@ class _Copy:
         self.buffers: list[torch.Tensor] = []
         self.ends: list[Any] = []
         tensors.pin(copies)
-        # A tensor of inference mode could not be read in training.
         with torch.inference_mode(False), torch.no_grad():
             for pages, like in zip(tensors.pages, tensors.lists, strict=True):
                 buffer = torch.empty(pages.nbytes, dtype=torch.uint8, device=copies.device)

@@ -54,12 +54,17 @@ class HostCheckpoints:
     The buffers are those of this object, and are freed with it and the graphs that it made.
 
     Args:
-        automatic (`bool`, *optional*, defaults to `False`):
-            Leave tensors on the GPU where copies would cost something.
+        needed (`Callable[[], int]`, *optional*):
+            Makes the copies automatic: tensors stay on the GPU where copies would cost something. Returns the bytes of the
+            GPU that somebody else will need, such as an optimizer for its moments.
     """
 
-    def __init__(self, automatic: bool = False) -> None:
-        self.automatic, self._copies = automatic, dict[torch.device, Copies]()
+    def __init__(self, needed: Callable[[], int] | None = None) -> None:
+        self.needed, self._copies = needed, dict[torch.device, Copies]()
+
+    @property
+    def automatic(self) -> bool:
+        return self.needed is not None
 
     @property
     def bytes(self) -> int:
@@ -84,14 +89,14 @@ class HostCheckpoints:
 
     def __reduce__(self):
         # A copy of the model has its own buffers.
-        return HostCheckpoints, (self.automatic,)
+        return HostCheckpoints, (_none,) if self.automatic else ()
 
     def _save(self, tensor: torch.Tensor) -> Any:
         if not leaves(tensor, SMALLEST_UNASKED if self.automatic else _SMALLEST):
             return tensor
         copies = self._copies.get(tensor.device)
         if copies is None:
-            copies = self._copies[tensor.device] = Copies(tensor.device, self.automatic)
+            copies = self._copies[tensor.device] = Copies(tensor.device, self.needed)
         before = copies.let_leave(tensor.nbytes)
         host = copies.take(tensor.nbytes)
         return tensor if host is None else _Saved(tensor, copies, host, before)
@@ -128,18 +133,19 @@ def _load(saved: Any) -> torch.Tensor:
 class Copies:
     """Copies between a device and buffers of pinned memory, in order, and the tensor that was saved last.
 
-    `automatic` copies take a part of the host's memory, and end if layers wait for them and the device has room.
+    With `needed`, they are automatic: they take a part of the host's memory, and end if layers wait for them and the device
+    has room beside what it returns.
     """
 
-    def __init__(self, device: torch.device, automatic: bool = False):
+    def __init__(self, device: torch.device, needed: Callable[[], int] | None = None):
         self.device, self.stream, self.free = device, torch.cuda.Stream(device), list[torch.Tensor]()
         self.last: Callable[[], _Saved | None] = _nothing
         # Bytes of all buffers, and the most that they may have.
-        self.bytes, self.most, self.automatic = 0, math.inf, automatic
-        if automatic:
+        self.bytes, self.most, self.needed = 0, math.inf, needed
+        if needed is not None:
             self.most = _SHARE * free_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         # Of layers: when it began, when the copy of its input ended, and when the next one began.
-        self.layers: list[tuple[Any, Any, Any]] | None = [] if automatic else None
+        self.layers: list[tuple[Any, Any, Any]] | None = None if needed is None else []
         self.begun: Any = None
 
     def let_leave(self, size: int) -> "Callable[[], _Saved | None]":
@@ -165,7 +171,8 @@ class Copies:
             return
         self.layers = None
         waited = sum(begun.elapsed_time(end) * _WAITS < end.elapsed_time(copied) for begun, copied, end in layers)
-        if 2 * waited > len(layers) and self.bytes < _ROOM * self.room():
+        assert self.needed is not None
+        if 2 * waited > len(layers) and self.bytes < _ROOM * self.room() - self.needed():
             self.most = 0
             logger.warning_once(
                 "Checkpoints stay on the GPU, because their copies to the host take longer than layers."
@@ -207,20 +214,23 @@ class Copies:
         fitting = [at for at, buffer in enumerate(self.free) if buffer.nbytes >= size]
         if fitting:
             return self.free.pop(min(fitting, key=lambda at: self.free[at].nbytes))
-        if self.free:
-            self.bytes -= self.free.pop(max(range(len(self.free)), key=lambda at: self.free[at].nbytes)).nbytes
-        step = max(1 << 16, 1 << (size.bit_length() - 5))
+        step = max(1 << 16, 1 << max(size.bit_length() - 5, 0))
         size = -(-size // step) * step
+        largest = max(range(len(self.free)), key=lambda at: self.free[at].nbytes, default=None)
+        after = self.bytes + size - (0 if largest is None else self.free[largest].nbytes)
         why = "that is half of the free memory of the host for each process"
-        if self.bytes + size <= self.most:
+        if after <= self.most:
+            if largest is not None:
+                self.bytes -= self.free.pop(largest).nbytes
             try:
                 buffer = self.allocate(size)
                 self.bytes += size
                 return buffer
             except MemoryError:
-                if not self.automatic:
+                if self.needed is None:
                     raise
-                why = "CUDA cannot pin more"
+                # Others would not be pinned either.
+                self.most, why = self.bytes, "CUDA cannot pin more"
         used = f"{self.bytes / 2**30:,.1f} GiB"
         logger.warning_once(f"{used} of checkpoints are in host memory, and the others on the GPU, because {why}.")
         return None
@@ -236,7 +246,10 @@ class Copies:
         """Pin pages of [`new_pages`] until they are freed. `what` and `fix` are for the error."""
         failed = int(_cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
         if failed:
-            expected = f"{pages.nbytes / 2**20:,.0f} MiB more of host memory that CUDA can pin"
+            with suppress(RuntimeError):
+                # The next launch of a kernel would raise this error.
+                torch.ones(1, device=self.device)
+            expected = f"{max(pages.nbytes / 2**20, 1):,.0f} MiB more of host memory that CUDA can pin"
             raise MemoryError(f"{what}: expected {expected}, got error {failed}. {fix}")
         weakref.finalize(pages, _unpin, pages.data_ptr(), self.stream).atexit = False
 
@@ -265,6 +278,10 @@ def _unpin(address: int, stream: Any) -> None:
 
 def _nothing() -> None:
     return None
+
+
+def _none() -> int:
+    return 0
 
 
 class _Saved:

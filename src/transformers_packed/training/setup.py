@@ -387,16 +387,19 @@ def _prepared(make: Callable, prepare: list[Prepare]) -> Callable:
 
 def _of_arguments(facts: Facts) -> tuple[list[Change], str]:
     """The changes of a Trainer's arguments for models of this package, and what the user reads of them."""
-    args, name, changes, words = facts.trainer.args, checkpointing_argument(), list[Change](), ""
+    args, changes, words = facts.trainer.args, list[Change](), ""
     if kept := _kept_from_liger(facts):
         config = {**(args.liger_kernel_config or {}), **dict.fromkeys(kept, False)}
         changes += Change.of(args, liger_kernel_config=config)
         words += f"; Liger leaves {', '.join(kept)} to this package"
-    given = getattr(args, f"{name}_kwargs") or {}
-    copied = can_select_checkpoints() and compiles_kernels(args.device) and getattr(args, name)
+    given = getattr(args, f"{checkpointing_argument()}_kwargs") or {}
+    copied = can_select_checkpoints() and compiles_kernels(args.device) and getattr(args, checkpointing_argument())
     if copied and "offload" not in given and families_of(facts.trainer.model, Own):
-        changes += Change.of(args, **{f"{name}_kwargs": {"offload": "auto", **given}})
-        words += "; inputs of checkpointed layers are kept in host memory"
+        # Trainers of TRL read the older name when they turn checkpointing on again.
+        names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+        options = {"offload": "auto", **given}
+        changes += Change.of(args, **{name: options for name in names if hasattr(args, name)})
+        words += "; inputs of checkpointed layers go to host memory where that costs no time"
     return changes, words
 
 
