@@ -1,6 +1,7 @@
 """`--segment-tokens auto`: segments by the memory that is free."""
 
 import os
+import sys
 import unittest
 from argparse import Namespace
 from unittest import mock
@@ -8,7 +9,7 @@ from unittest import mock
 import torch
 from common.sizes import SIZES
 from parameterized import parameterized
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from transformers_packed.cli import segments
 from transformers_packed.cli.finetune import with_adapters
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def settings(**changes):
-    off = dict.fromkeys(("mtp", "mtp_only", "experts", "offload", "keep_attention"), False)
+    off = dict.fromkeys(("mtp", "mtp_only", "experts", "experts_in_host_memory", "offload", "keep_attention"), False)
     known = {
         "segment_tokens": AUTO,
         "lora": True,
@@ -53,6 +54,16 @@ class ChosenSegmentsTest(unittest.TestCase):
             found = chosen_segments(model, Samples("text"), given, dtype, CPU)
         self.assertEqual(len(lines), 1)
         return found, lines[0]
+
+    def test_experts_in_host_memory(self):
+        """The line has the GiB of the plan for a mixture without its experts."""
+        experts = {"num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+        config, options = Qwen3_5MoeTextConfig(num_hidden_layers=4, **experts), {"lora_rank": 16}
+        with mock.patch.object(sys.modules[__name__], "CONFIG", config):
+            for on_host in (False, True):
+                plan = plan_sequence_parallel(config, 2**17, 1, 999, **options, experts_in_host_memory=on_host)
+                line = self.chosen(999, experts_in_host_memory=on_host)[1]
+                self.assertIn(f"{plan.options[1][1].total / GIB:,.1f} whole", line)
 
     def test_small_inputs_stay_on_the_gpu_by_default(self):
         on_gpu, on_host = (self.chosen(99, offload=offload)[1] for offload in (False, True))

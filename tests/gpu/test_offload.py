@@ -158,6 +158,14 @@ class OffloadTest(unittest.TestCase):
             with synchronising_is_an_error():
                 self.model(**batch).loss.backward()
 
+    def test_pages_that_cannot_be_pinned(self):
+        """The error does not reach the next kernel."""
+        copies = Copies(torch.device("cuda"))
+        pages = copies.allocate(1 << 16)
+        with self.assertRaisesRegex(MemoryError, "expected 1 MiB more of host memory that CUDA can pin"):
+            copies.pin(pages, "offload", "")
+        self.assertEqual(float(torch.ones(3, device="cuda").sum()), 3)
+
     def test_a_layer_that_writes_into_its_input(self):
         first, then = (torch.ones(1 << 20, device="cuda", requires_grad=True) for _ in range(2))
         run = partial(HostCheckpoints(), partial(checkpoint, use_reentrant=False))

@@ -178,13 +178,14 @@ class CompileTest(unittest.TestCase):
         exported = torch.export.export(model, (), arguments)
         self.assertLess(relative_error(exported.module()(**arguments).logits, model(**arguments).logits), 1e-6)
 
-    def test_export_of_a_padded_batch(self):
+    @parameterized.expand([False, True])
+    def test_export_of_a_padded_batch(self, strict):
         """The graph computes padding, because it cannot depend on its position."""
         model = self.model(*QWEN3_NEXT).eval()
         batch = {name: x for name, x in padded_batch(documents((70, 9)), "right").items() if name != "labels"}
         batch["use_cache"] = False
         with mock.patch.object(PaddedBatch, "from_attention_mask") as looked:
-            exported = torch.export.export(model, (), batch)
+            exported = torch.export.export(model, (), batch, strict=strict)
             looked.assert_not_called()
         real = batch["attention_mask"].bool()
         expected = model(**batch, packs_padding=False).logits

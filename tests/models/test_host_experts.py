@@ -29,6 +29,7 @@ from transformers_packed.models.host_experts import bytes_in_host_memory, expert
 from transformers_packed.models.host_parameters import WEIGHTS, HostWeight, host_of, loading_to_host, move_to_host
 from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
 from transformers_packed.models.releases import IGNORED_BY_DDP
+from transformers_packed.training.restore import in_dtype
 
 
 LAYERS = ["q_proj", "o_proj", "out_proj"]
@@ -136,6 +137,29 @@ class TrainingTest(HostExpertsTestCase):
             self.assertTrue(all(x.expired() for x in buffers))
             loss.backward()
         self.assertTrue(any("q_proj" in str(name) for name in expected))
+
+    @parameterized.expand([("bfloat16",), ("fp8",)])
+    def test_the_check_computes_in_another_dtype(self, kind):
+        """Afterwards, the experts and their bytes are as before, and so are the parameters."""
+        model = keep_experts_in_host_memory(mixture(kind=kind))
+        with copied_on_a_cpu():
+            expected, number = gradients(model, ROWS[0]), bytes_in_host_memory(model)
+            before = {name: (x, x.dtype) for name, x in model.named_parameters()}
+            with in_dtype(model, torch.float64), torch.no_grad():
+                model(**packed_batch(ROWS[0], "cu_seqlens"), use_cache=False)
+            self.assert_same(gradients(model, ROWS[0]), expected)
+        self.assertEqual(bytes_in_host_memory(model), number)
+        after = {name: (x, x.dtype) for name, x in model.named_parameters()}
+        self.assertTrue(all(after[name][0] is x and after[name][1] == dtype for name, (x, dtype) in before.items()))
+
+    def test_moved_in_inference_mode(self):
+        model, row = mixture(), packed_batch(ROWS[0], "cu_seqlens")
+        other = copy.deepcopy(model)
+        with torch.inference_mode(), copied_on_a_cpu():
+            keep_experts_in_host_memory(other)
+            other(**row, use_cache=False)
+        with copied_on_a_cpu():
+            self.assert_same(gradients(other, ROWS[0]), gradients(model, ROWS[0]))
 
     def test_a_copy_of_the_model(self):
         model = keep_experts_in_host_memory(mixture(kind="nvfp4"))

@@ -176,6 +176,23 @@ class CopiesTest(unittest.TestCase):
         for tensors, number in zip(others, (7, 8), strict=True):
             self.assertTrue(torch.equal(tensors.on(CPU, 0)[0], numbers(number)[0][0]))
 
+    def test_pages_that_cannot_be_pinned_at_once(self):
+        """What was pinned before an error is not pinned again."""
+        tensors, pinned = layer_of([[torch.ones(3)], [torch.ones(5)]]), []
+
+        def pin(pages, *_):
+            if len(pinned) == 1 and not failed:
+                failed.append(pages)
+                raise MemoryError
+            pinned.append(pages)
+
+        copies, failed = mock.Mock(pin=pin), []
+        with self.assertRaises(MemoryError):
+            tensors.pin(copies)
+        for _ in range(2):
+            tensors.pin(copies)
+        self.assertEqual([x.data_ptr() for x in pinned], [x.data_ptr() for x in tensors.pages])
+
     def test_inference(self):
         with torch.inference_mode():
             found = self.layers[0].on(CPU, 0)[0]

@@ -165,6 +165,9 @@ class AutomaticTest(SavedTest):
         with mock.patch.object(LateCopies, "allocate", side_effect=MemoryError):
             self.assertEqual(self.step(), 0)
             self.assertIn("CUDA cannot pin more", self.warned.call_args.args[0])
+            # Nobody tries again.
+            self.step()
+            LateCopies.allocate.assert_called_once()
             self.host = offload.HostCheckpoints()
             with self.assertRaises(MemoryError):
                 self.layers(torch.randn(8, requires_grad=True))
@@ -179,6 +182,11 @@ class AutomaticTest(SavedTest):
         if stops:
             self.assertEqual((self.host.bytes, self.copies.free), (0, []))
 
+    def test_moments_need_room(self):
+        self.needed = (1 << 20) - (1 << 18)
+        with mock.patch.multiple(LateCopies, copy_ms=2, has_room=1 << 20), mock.patch.object(offload, "_LAYERS", 8):
+            self.assertEqual([self.step() for _ in range(6)], [9] * 6)
+
     def test_small_tensors_of_the_check_tell_nothing(self):
         with mock.patch.multiple(LateCopies, copy_ms=2), mock.patch.object(offload, "_LAYERS", 8):
             for _ in range(4):
@@ -188,6 +196,27 @@ class AutomaticTest(SavedTest):
 
     def test_a_copy_of_a_model_is_automatic_too(self):
         self.assertTrue(copy.deepcopy(partial(self.host, checkpoint)).func.automatic)
+
+
+class LimitTest(unittest.TestCase):
+    def setUp(self):
+        self.enterContext(mock.patch.object(offload, "free_host_memory", lambda: 20 << 20))
+        self.enterContext(mock.patch.object(offload.logger, "warning_once"))
+        self.pool = LateCopies(torch.device("cpu"), lambda: 0)
+
+    def test_a_buffer_stays_if_a_larger_one_has_no_room(self):
+        small = [self.pool.take(3 << 20) for _ in range(3)]
+        self.pool.free += small
+        for _ in range(3):
+            self.assertIsNone(self.pool.take(6 << 20))
+        self.assertEqual((len(self.pool.free), self.pool.allocated, self.pool.bytes), (3, 3, 9 << 20))
+        # One makes room for another that fits.
+        self.assertIsNotNone(self.pool.take(7 << 19))
+        self.assertEqual((len(self.pool.free), self.pool.allocated), (2, 4))
+
+    def test_tiny_tensors(self):
+        for size in (0, 1, 15):
+            self.assertEqual(self.pool.take(size).nbytes, 1 << 16 if size else 0)
 
 
 class HostMemoryTest(unittest.TestCase):

@@ -3,10 +3,12 @@
 import io
 import os
 import random
+import unittest
 from contextlib import redirect_stdout
 from unittest import mock
 
 import torch
+from common.late_copies import on_a_cpu
 from common.records import make_tokenizer
 from common.trl_trainers import TRLTestCase, build_classifier, build_model, preference_trainer
 from mixins.padding import computed_tokens
@@ -19,7 +21,10 @@ from transformers_packed import configure_packing, prefix_tree
 from transformers_packed.models import padding
 from transformers_packed.models.padding import PaddedBatch
 from transformers_packed.models.registry import has_our_classes, transformers_model
+from transformers_packed.models.versions import can_select_checkpoints
+from transformers_packed.ops.offload import HostCheckpoints
 from transformers_packed.shared_prompts import SharedPrompts, paths_of
+from transformers_packed.training import setup
 
 
 def branching_rollouts(prompts, trainer):
@@ -140,6 +145,24 @@ class EqualityTest(PreferenceTestCase):
 
     def test_rloo(self):
         self.check("rloo", learning_rate=0.01, beta=0.05, reference=True)
+
+
+class CheckpointsTest(PreferenceTestCase):
+    @unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")
+    @parameterized.expand(["dpo", "grpo"])
+    def test_go_to_the_host_by_themselves(self, kind):
+        """TRL turns checkpointing off and on again in a step."""
+        trainer = self.trainer(kind, gradient_checkpointing=True, max_steps=2)
+        with mock.patch.object(setup, "compiles_kernels", return_value=True):
+            configured(trainer)
+        with on_a_cpu(64):
+            trainer.train()
+        layers = trainer.model.model.layers
+        hosts = {layer._gradient_checkpointing_func.func for layer in layers}
+        self.assertEqual([type(x) for x in hosts], [HostCheckpoints])
+        # The buffers were used again.
+        (copies,) = hosts.pop()._copies.values()
+        self.assertGreater(copies.copies, 2 * copies.allocated)
 
 
 class BatchesTest(PreferenceTestCase):
