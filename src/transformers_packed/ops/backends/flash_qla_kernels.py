@@ -41,9 +41,10 @@ def compile_together(query, key, value, g, beta, cu_seqlens, states: tuple[bool,
 
     `states` says whether the call begins with states, and ends with them. Returns what its backward has to wait for.
     """
-    kinds = [_PLAIN] if states == _PLAIN else [_BACKWARD, states, _PLAIN]
-    found = _start((query, key, value, g, beta, cu_seqlens), [*kinds, *(_WITH_STATES if len(kinds) > 1 else ())])
-    own = [kernels for kind, kernels in found.items() if kind in kinds]
+    own_kinds = [_PLAIN] if states == _PLAIN else [_BACKWARD, states, _PLAIN]
+    others = () if states == _PLAIN else _WITH_STATES
+    found = _start((query, key, value, g, beta, cu_seqlens), [*own_kinds, *others])
+    own = [kernels for kind, kernels in found.items() if kind in own_kinds]
     for kernels in own:
         kernels.wait_for_forward()
     return [kernels for kernels in own if not kernels.are_ready]
