@@ -308,6 +308,8 @@ class CommandTest(unittest.TestCase):
         self.check_error("--max-length: expected at most --row-length, 9 tokens", "--max-length=10", "--row-length=9")
         shared = "--sequence-parallel-size"
         self.check_error(f"--every-turn without {shared}, got both. Remove", "--every-turn", f"{shared}=2")
+        both = ("--every-turn", "--gradient-checkpointing", "--segment-tokens=64")
+        self.check_error("--every-turn without --segment-tokens, got both. Remove", *both)
         cut = ("--gradient-checkpointing", "--segment-tokens=auto")
         self.check_error(f"--segment-tokens without {shared}, got both. Remove", *cut, f"{shared}=2")
         self.check_error("--segment-tokens: expected a number of tokens with --teacher, got auto", *cut, "--teacher=x")

@@ -87,10 +87,14 @@ def _check_together(args: argparse.Namespace) -> None:
     """Raise a `ValueError` for options that exclude each other."""
     if args.mtp_only and args.lora:
         raise input_error("--mtp-only without --lora", "both", "Adapters would not be trained.", option="--mtp-only")
-    shared = "--sequence-parallel-size"
-    for option in ("--every-turn", "--segment-tokens"):
-        if getattr(args, option[2:].replace("-", "_")) and args.sequence_parallel_size > 1:
-            raise input_error(f"{option} without {shared}", "both", f"Remove {shared}.", option=option)
+    shares, cuts = args.sequence_parallel_size > 1, args.segment_tokens
+    for option, given, other, also in (
+        ("--every-turn", args.every_turn, "--sequence-parallel-size", shares),
+        ("--segment-tokens", cuts, "--sequence-parallel-size", shares),
+        ("--every-turn", args.every_turn, "--segment-tokens", cuts),
+    ):
+        if given and also:
+            raise input_error(f"{option} without {other}", "both", f"Remove {other}.", option=option)
     if args.experts_in_host_memory and args.cuda_graphs:
         fix = "A graph would read the experts at one address."
         raise input_error("no --cuda-graphs", "it", fix, option="--experts-in-host-memory")
