@@ -27,7 +27,7 @@ from .versions import can_select_checkpoints, check_checkpointing
 logger = logging.get_logger(__name__)
 
 # The attribute with what copies checkpoints to the host.
-_COPIES = "_host_checkpoints"
+_COPIES = "host_checkpoints"
 # The options of `save_pretrained` that `push_to_hub` takes.
 _OF_UPLOADS = {"commit_message", "create_pr", "max_shard_size", "private", "token"}
 
