@@ -30,7 +30,6 @@ import os
 import shlex
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,9 +48,8 @@ from transformers_packed import (
 )
 from transformers_packed.models.host_experts import bytes_in_host_memory
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
-from transformers_packed.models.releases import checkpoint_of
+from transformers_packed.models.packed_model import bytes_on_host
 from transformers_packed.models.versions import checkpointing_argument
-from transformers_packed.ops.offload import HostCheckpoints
 from transformers_packed.training.optimizers import arguments_for, class_and_kwargs
 from transformers_packed.training.run_ahead import RunAheadCallback
 
@@ -207,17 +205,6 @@ def summary(trace) -> dict:
         "waits": names,
         "copies": copies,
     }
-
-
-def bytes_on_host(model: torch.nn.Module) -> int:
-    """Return the bytes of pinned memory for checkpoints."""
-    wrappers = [checkpoint_of(module) for module in model.modules()]
-    while any(isinstance(x, partial) for x in wrappers):
-        found = {x.func for x in wrappers if isinstance(x, partial) and isinstance(x.func, HostCheckpoints)}
-        if found:
-            return sum(copies.bytes for copies in found)
-        wrappers = [x.args[0] for x in wrappers if isinstance(x, partial) and x.args]
-    return 0
 
 
 def measure(args, config: dict) -> dict:

@@ -20,6 +20,7 @@ from transformers import set_seed
 
 from transformers_packed import SequenceBoundaries, use_cuda_graphs
 from transformers_packed.models import cuda_graphs, recordings
+from transformers_packed.models.packed_model import bytes_on_host
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops.backends import chunk_indices
 from transformers_packed.ops.invariance import set_batch_invariant
@@ -349,12 +350,12 @@ class CudaGraphsTest(RecordedTest):
             self.assertEqual(bool(reason), asked is True, reason)
         with on_a_cpu(64):
             self.assert_same_step(graphed, plain, row_of([100, 29]))
-            self.assertEqual(cuda_graphs.bytes_on_host(graphed), 4 << 16)
+            self.assertEqual(bytes_on_host(graphed), 4 << 16)
             self.assertEqual(RunsAgain.replayed, 0)
             self.assert_same_step(graphed, plain, row_of([20, 30]))
         self.assertEqual((RunsAgain.made, RunsAgain.replayed, len(self.warnings)), (2, 2, 1))
         graphed.activation_checkpointing_enable(offload=True)
-        self.assertEqual(cuda_graphs.bytes_on_host(graphed), 0)
+        self.assertEqual(bytes_on_host(graphed), 0)
 
     def test_fewer_layers(self):
         graphed, plain = models_of()

@@ -99,6 +99,17 @@ STAND_INS = {
 }
 
 
+def noted_in(storages):
+    """Note the storages that are saved for backward meanwhile, by their addresses."""
+
+    def note(x):
+        storage = x.untyped_storage()
+        storages[storage.data_ptr()] = storage
+        return x
+
+    return torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
+
+
 class SavedTest(InterpretedKernelsTest):
     def saved(self, config, mtp=False) -> list[float]:
         """The bytes that each layer saves per token, without parameters and without what other layers save too.
@@ -115,14 +126,9 @@ class SavedTest(InterpretedKernelsTest):
             storages = {}
             found.append(storages)
 
-            def note(x):
-                storage = x.untyped_storage()
-                storages[storage.data_ptr()] = storage
-                return x
-
             def forward(*args, **kwargs):
                 others.update(x.untyped_storage().data_ptr() for x in kwargs.get("position_embeddings") or ())
-                with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+                with noted_in(storages):
                     return type(layer).forward(layer, *args, **kwargs)
 
             layer.forward = forward
@@ -274,12 +280,7 @@ class SegmentsTest(InterpretedKernelsTest):
             storages = {}
             found.append(storages)
 
-            def note(x):
-                storage = x.untyped_storage()
-                storages[storage.data_ptr()] = storage
-                return x
-
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            with noted_in(storages):
                 return function(*args)
 
         model.activation_checkpointing_enable({"segment_tokens": SEGMENT})

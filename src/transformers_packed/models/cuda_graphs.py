@@ -412,12 +412,6 @@ def _automatic(function: Any) -> bool:
     return isinstance(copies, HostCheckpoints) and copies.automatic
 
 
-def bytes_on_host(model: torch.nn.Module) -> int:
-    """Return the bytes of automatic checkpoints in host memory, for which graphs need as much on the GPU."""
-    functions: list[Any] = [checkpoint_of(layer) for text in text_models_of(model) for layer in _layers_of(text)]
-    return sum(copies.bytes for copies in {function.func for function in functions if _automatic(function)})
-
-
 def _is_hooked(module: torch.nn.Module) -> bool:
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         return True

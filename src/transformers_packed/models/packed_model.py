@@ -221,6 +221,12 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
         return super().get_correct_experts_implementation(requested_experts)
 
 
+def bytes_on_host(model: torch.nn.Module) -> int:
+    """Return the bytes of host memory for checkpoints of a model, and of those inside of it."""
+    found = {vars(module).get(_COPIES) for module in model.modules()}
+    return sum(copies.bytes for copies in found if copies is not None)
+
+
 def _bytes_of_moments(model: "weakref.ref[torch.nn.Module]") -> int:
     """Return the bytes of two moments of each trained parameter, which an optimizer may still need."""
     parameters = [] if (found := model()) is None else [x for x in found.parameters() if x.requires_grad]

@@ -8,7 +8,8 @@ import torch
 
 from ..data.planning.memory import FILLED
 from ..errors import described
-from ..models.cuda_graphs import bytes_on_host, records_graphs, share_of_attention, text_models_of, use_cuda_graphs
+from ..models.cuda_graphs import records_graphs, share_of_attention, text_models_of, use_cuda_graphs
+from ..models.packed_model import bytes_on_host
 
 
 _REPEATS = 5
@@ -91,7 +92,7 @@ def _choose(model, max_length, run, run_short, run_longest, others, step_per_row
     kept, step = _memory(run_longest)
     free, total = torch.cuda.mem_get_info()
     room = min(FILLED * total - kept, free) - moments - step
-    # The graphs keep the activations and gradients of a step.
+    # The graphs keep the activations and gradients of a step, also those that are in host memory without graphs.
     needed = step + bytes_on_host(model)
     if needed > room:
         return False, f"graphs may need {needed / _GIB:.1f} GiB, and {max(room, 0) / _GIB:.1f} GiB are free"
