@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..data.planning.memory import FILLED
+from ..data.planning.memory import FILLED, gib
 from ..data.planning.segments import SMALLEST, choose_segment
 from ..data.planning.step_memory import Parameters, checkpointed_layers, step_memory
 from ..data.records.samples import Samples
@@ -58,12 +58,12 @@ def chosen_segments(
         return step_memory(*given, *options).total
 
     segment, fits = choose_segment(need, length, FILLED * available)
-    chosen, takes = "whole rows" if segment is None else f"segments of {segment:,} tokens", f"{_gib(need(None))} whole"
+    chosen, takes = "whole rows" if segment is None else f"segments of {segment:,} tokens", f"{gib(need(None))} whole"
     if segment is not None:
-        takes = f"{_gib(need(segment))} with them, {takes}"
+        takes = f"{gib(need(segment))} with them, {takes}"
     if not fits:
         chosen += f", which need least: none from {SMALLEST:,} tokens on fit"
-    usable = f"{_gib(FILLED * available)} of {_gib(available)} that are free"
+    usable = f"{gib(FILLED * available)} of {gib(available)} that are free"
     say(f"--segment-tokens auto: {chosen}. GiB of a row of {length:,} tokens: {takes}, {usable} may be used.")
     return segment
 
@@ -81,7 +81,3 @@ def _available(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:,.1f}"

@@ -130,7 +130,7 @@ class SequenceParallelPlan:
         host = self.options[size][way].host * sum(chosen) / len(chosen) * 17 / 16
         kept = ", keep_attention=True" if self.keep_attention else ""
         kept += f", segment_tokens={self.segment_tokens}" if self.segment_tokens else ""
-        in_host = f", {_gib(host)} GiB of host memory per GPU" if host else ""
+        in_host = f", {gib(host)} GiB of host memory per GPU" if host else ""
         return f"P = {size}, every_n_layers={every}{kept}{in_host}{cut}"
 
     def summary(self) -> str:
@@ -143,7 +143,7 @@ class SequenceParallelPlan:
         moved = (self.parameters.total - experts) * share + experts / spread * (1 - spread / self.gpus)
         if is_sharded(self.lora, OPTIMIZERS[self.optimizer]):
             where = "FSDP2 shards per GPU"
-            gathered = [f"FSDP2 gathers per GPU: {_gib(need.gathered)} GiB of weights and gradients at a time"]
+            gathered = [f"FSDP2 gathers per GPU: {gib(need.gathered)} GiB of weights and gradients at a time"]
             transfers = (
                 f"FSDP2 transfers per GPU: {_mib(HALF * moved)} MiB of weights in forward, the "
                 f"same in backward, and {_mib(HALF * (trained * share if self.lora.freezes else moved))} MiB of gradients"
@@ -154,7 +154,7 @@ class SequenceParallelPlan:
         if need.experts_on_host:
             two = bytes_on_host(sizes, _WIDTHS[self.weights], self.lora)[1]
             gathered = [
-                f"Experts: {_gib(need.experts_on_host)} GiB of host memory for each GPU, which has {_gib(two)} GiB of them at a time"
+                f"Experts: {gib(need.experts_on_host)} GiB of host memory for each GPU, which has {gib(two)} GiB of them at a time"
             ]
         stored = self.lora.stored
         quantized = (
@@ -163,8 +163,8 @@ class SequenceParallelPlan:
         cut = f" in segments of {self.segment_tokens:,}" if self.segment_tokens else ""
         lines = [
             f"{self.config.model_type} with {_counts(self.parameters, self.lora, quantized)}, rows of {self.max_length:,} tokens{cut}, {count(self.gpus, 'GPU')} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
-            f"{where}: weights {_gib(need.weights)} GiB ({self.weights}), gradients {_gib(need.gradients)} GiB, {states} "
-            f"{_gib(need.moments)} GiB",
+            f"{where}: weights {gib(need.weights)} GiB ({self.weights}), gradients {gib(need.gradients)} GiB, {states} "
+            f"{gib(need.moments)} GiB",
             *gathered,
             "",
             "P is the number of GPUs that share a row. The last three columns are the memory per GPU: without gradient",
@@ -172,7 +172,7 @@ class SequenceParallelPlan:
             "  P  rows at once  tokens per GPU  GiB without checkpointing  GiB with  GiB with offload",
         ]
         for size, ways in self.options.items():
-            first, *others = (_gib(m.total) + (" " if _fits(m, self.memory) else "*") for m in ways)
+            first, *others = (gib(m.total) + (" " if _fits(m, self.memory) else "*") for m in ways)
             tokens, columns = -(-self.max_length // size), f"{others[0]:>9} {others[1]:>17}"
             lines.append(f"{size:>3}  {self.gpus // size:>12,}  {tokens:>14,}  {first:>25} {columns}".rstrip())
         verdicts = [f"Smallest P {name}: {self._verdict(way)}" for way, name in enumerate(_WAYS)]
@@ -427,8 +427,8 @@ def _nothing_fits(plan: SequenceParallelPlan, unfit: ValueError | None) -> Value
     return input_error(
         f"at least {_rounded_up(least.total / FILLED)} GiB per GPU for rows of {plan.max_length:,} tokens and "
         f"{_counts(parameters, plan.lora)} on {count(plan.gpus, 'GPU')} "
-        f"({_gib(sharded)} for weights, gradients "
-        f"and {'AdamW' if plan.optimizer == DEFAULT else plan.optimizer}, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
+        f"({gib(sharded)} for weights, gradients "
+        f"and {'AdamW' if plan.optimizer == DEFAULT else plan.optimizer}, {gib(least.gathered)} gathered, {gib(least.saved + least.working)} for the row's tokens)",
         f"{plan.memory:g}",
         f"{fix}{'.' if unfit is None else f'; a larger P does not fit the heads. {unfit}'}",
     )
@@ -492,7 +492,8 @@ def _available(memory: float) -> float:
     return FILLED * memory * _GIB
 
 
-def _gib(count: float) -> str:
+def gib(count: float) -> str:
+    """Return bytes in GiB, for a line."""
     return f"{count / _GIB:,.1f}"
 
 
