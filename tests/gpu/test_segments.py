@@ -61,6 +61,8 @@ class SegmentsTest(unittest.TestCase):
         }
         report(f"four segments, {name}", **figures)
         self.assertIn("states of segments", implementations_used()["gated_delta_rule"])
+        expected_kernel = "cudnn after pieces" if torch.cuda.get_device_capability() == (9, 0) else "varlen_attn"
+        self.assertIn(expected_kernel, implementations_used()["attention"])
         self.assertNotIn("mask of earlier keys", implementations_used()["attention"])
         self.assertLess(figures["loss"], 1e-3)
         self.assertLess(figures["gradients"], 3e-2)

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from common.late_copies import on_a_cpu
 from common.memory import Memory
+from common.pieces import on_a_cpu as pieces_on_a_cpu
 from mixins.lora import all_linear, builtin_model
 from mixins.model import gradients, packed_batch, padded_batch, relative_error, total_relative_error
 from mixins.patch import COMPOSITE
@@ -21,7 +22,8 @@ from transformers_packed.models import padding, segments
 from transformers_packed.models.cuda_graphs import _reason_against_checkpointing
 from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.versions import can_cut_rows
-from transformers_packed.ops import causal_conv1d_qkv, implementations_used
+from transformers_packed.ops import causal_conv1d_qkv, earlier_keys, implementations_used
+from transformers_packed.ops.attention import attention_after_pieces
 from transformers_packed.parallel import RowShard
 from transformers_packed.training.callbacks.expert_load import ExpertLoad
 
@@ -113,6 +115,29 @@ class SegmentsTest(unittest.TestCase):
     @parameterized.expand([(family,) for family in (*FAMILIES, *OTHERS)])
     def test_in_float32(self, family):
         self.check(patch_model(builtin_model(family)), make_batch(ROWS["short and long documents"]), 4e-6)
+
+    @parameterized.expand([(row,) for row in ROWS])
+    def test_attention_piece_by_piece(self, row):
+        """As cuDNN computes it on Hopper."""
+        for patch in pieces_on_a_cpu():
+            self.enterContext(patch)
+        calls = self.enterContext(mock.patch.object(segments, "attention_after_pieces", wraps=attention_after_pieces))
+        model = patch_model(builtin_model("qwen3_5")).double()
+        self.check(model, make_batch(ROWS[row]), 1e-12)
+        # Each row has a document in two segments.
+        self.assertTrue(calls.called)
+
+    def test_attention_piece_by_piece_is_kept(self):
+        """`keep_attention` keeps the averages, and the backward attends to no piece again."""
+        for patch in pieces_on_a_cpu():
+            self.enterContext(patch)
+        attend = self.enterContext(mock.patch.object(earlier_keys, "_attend", wraps=earlier_keys._attend))
+        model, batch = patch_model(builtin_model("qwen3_5")).double(), make_batch(ROWS["one document"])
+        expected = step(segmented(model), batch)[1]
+        again = attend.call_count
+        actual = step(segmented(model, keep_attention=True), batch)[1]
+        self.assertEqual(attend.call_count - again, again / 2)
+        self.assertLess(total_relative_error(actual, expected), 1e-12)
 
     @parameterized.expand([("sdpa",), ("eager",)])
     def test_gradients_cross_each_cut(self, attention):

@@ -22,17 +22,17 @@ module = import_module("transformers_packed.ops.attention")
 HEADS = 16, 4, 256
 LAYER = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"), num_key_value_groups=2)
 # Without the cost of calls and copies, and with short steps, documents of some tokens are dense.
-SMALL = {"_SHORTEST": 3, "_CALL": 0.0, "_COPY": 0.0, "padded_length": lambda length: -(-length // 8) * 8}
+SMALL = {"_SHORTEST": 3, "CALL": 0.0, "COPY": 0.0, "padded_length": lambda length: -(-length // 8) * 8}
 
 
 def time_of(lengths, groups):
     """The modelled time of a row."""
     heads, kv_heads, dim = HEADS
-    work, copies = heads * dim, 2 * (heads + kv_heads) * dim * dense._COPY
+    work, copies = heads * dim, 2 * (heads + kv_heads) * dim * dense.COPY
     chosen = {document for documents, _ in groups for document in documents}
-    time = sum(dense._VARLEN * work * n * n for at, n in enumerate(lengths) if at not in chosen)
+    time = sum(dense.VARLEN * work * n * n for at, n in enumerate(lengths) if at not in chosen)
     for documents, longest in groups:
-        time += dense._CALL + len(documents) * longest * (dense._DENSE * work * longest + copies)
+        time += dense.CALL + len(documents) * longest * (dense.DENSE * work * longest + copies)
     order = [document for documents, _ in groups for document in sorted(documents)]
     return time + (sum(lengths) * copies if order != list(range(len(order))) else 0)
 

@@ -24,6 +24,7 @@ from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error, unsupported
 from ..foreign import swapped
+from ..ops.attention import attention_after_pieces
 from ..ops.dispatch import for_rows, ran
 from ..ops.invariance import is_batch_invariant
 from ..parallel import mixers
@@ -253,10 +254,30 @@ def attention(module, query, key, value, *, boundaries: RowSegment, impl: str = 
     # Those of the last document, as separate tensors, so that no segment copies what earlier ones keep.
     begins_here = segment.num_documents > 1 or not segment.tokens_before
     segment.states.later.append([*([] if begins_here else earlier), own] if segment.goes_on else [])
-    used = segment.tokens_before + segment.total_length
-    # Tokens first, as kernels read them.
-    key, value = (
-        torch.cat([x.transpose(1, 2) for x in pieces], dim=1)[:, -used:].transpose(1, 2)
-        for pieces in zip(*earlier, own, strict=True)
-    )
+    if earlier:
+        # Without the documents before.
+        begin = sum(k.shape[2] for k, _ in earlier) - segment.tokens_before
+        earlier = [tuple(x[:, :, begin:] for x in earlier[0]), *earlier[1:]]
+        output = _attention_after(earlier, begin > 0, segment, module, query, *own, impl, **options)
+        if output is not None:
+            return output, None
+    key, value = (_joined(pieces) for pieces in zip(*earlier, own, strict=True))
     return mixers.attention_of_part(segment, module, query, key, value, impl, **options), None
+
+
+def _attention_after(
+    earlier, is_cut: bool, segment, module, query, key, value, impl, **options
+) -> torch.Tensor | None:
+    """Compute attention without joining keys, or return `None`. `is_cut`: the first earlier piece is no whole segment."""
+    first = segment.lengths[0]
+    (q, k, v), others = zip(*(x.split([first, x.shape[2] - first], dim=2) for x in (query, key, value)), strict=True)
+    if is_cut:
+        # All others have one length.
+        k, v = (_joined(pieces) for pieces in zip(earlier[0], (k, v), strict=True))
+    output = attention_after_pieces(module, q, k, v, earlier[is_cut:], impl=impl, **options)
+    return None if output is None else mixers.with_other_documents(output, segment, module, others, impl, **options)
+
+
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate keys or values `[1, HKV, L, D]` with the tokens first, as kernels read them."""
+    return torch.cat([x.transpose(1, 2) for x in pieces], dim=1).transpose(1, 2)

@@ -10,7 +10,7 @@ Without boundaries, the call goes to Transformers' attention interface unchanged
 * Other implementations would attend across documents and raise a `ValueError`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from inspect import signature
 from types import SimpleNamespace
@@ -27,10 +27,12 @@ from transformers.utils.import_utils import is_flash_attn_4_available
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..foreign import attention_of
+from . import earlier_keys
 from .autograd import compute_dtype
 from .dense_attention import dense_attention
 from .dense_attention import verify as verify_dense_attention
 from .dispatch import Call, Implementation, Setting, ran, run
+from .earlier_keys import Pair
 from .per_document import per_document
 
 
@@ -147,6 +149,18 @@ def attention_with_earlier_keys(
     ran("attention", kernel)
     function = _varlen_attn if kernel == "varlen_attn" else _flash_attention
     return function(module, query, key, value, boundaries=boundaries, keys=keys, **options)[0]
+
+
+def attention_after_pieces(
+    module, query, key, value, earlier: Sequence[Pair], *, impl: str, scaling: float, dropout: float = 0.0, **options
+) -> torch.Tensor | None:
+    """Compute [`earlier_keys.attention_after_pieces`], or return `None` if that does not support the call or is slower."""
+    if implementation_of(module) != "sdpa" or impl not in ("auto", "cudnn"):
+        return None
+    if earlier_keys.why_not(query, key, value, earlier, dropout):
+        return None
+    ran("attention", "cudnn after pieces")
+    return earlier_keys.attention_after_pieces(query, key, value, earlier, scaling)
 
 
 def attention_of_last_queries(module, query, key, value, *, eager, scaling, dropout=0.0, **kwargs) -> torch.Tensor:

@@ -25,7 +25,7 @@ from .per_document import BucketLayout, cheapest_groups, in_batches, layout_of, 
 
 # Microseconds of forward and backward on an H100, by benchmarks/attention.py: of a pair of tokens in a head, for each
 # element of the head dimension, and of a call. A copy reads and writes an element twice.
-_VARLEN, _DENSE, _CALL, _COPY = 2.5e-8, 1.5e-8, 250.0, 3.2e-6
+VARLEN, DENSE, CALL, COPY = 2.5e-8, 1.5e-8, 250.0, 3.2e-6
 # Shorter documents are not looked at.
 _SHORTEST = 1024
 
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
 def padded_length(length: int) -> int:
     """Return the length to which a document is padded, a multiple of a sixteenth of the power of two below it."""
-    step = max(64, 1 << (length.bit_length() - 5))
+    step = 1 << max(6, length.bit_length() - 5)
     return -(-length // step) * step
 
 
@@ -60,11 +60,11 @@ def group(lengths: Sequence[int], heads: int, kv_heads: int, dim: int) -> list[t
         if length >= _SHORTEST:
             sizes.setdefault(padded_length(length), []).append(document)
     order = sorted(sizes, reverse=True)
-    work, copies = heads * dim, 2 * (heads + kv_heads) * dim * _COPY
+    work, copies = heads * dim, 2 * (heads + kv_heads) * dim * COPY
 
     def time(begin: int, documents: int) -> float:
         longest = order[begin]
-        return _CALL + documents * longest * (_DENSE * work * longest + copies)
+        return CALL + documents * longest * (DENSE * work * longest + copies)
 
     best = cheapest_groups([len(sizes[size]) for size in order], time)
 
@@ -77,7 +77,7 @@ def group(lengths: Sequence[int], heads: int, kv_heads: int, dim: int) -> list[t
     # Time saved against `varlen_attn`, if the i longest sizes are dense.
     saved, varlen = [0.0], 0.0
     for end, size in enumerate(order, start=1):
-        varlen += sum(_VARLEN * work * lengths[document] ** 2 for document in sizes[size])
+        varlen += sum(VARLEN * work * lengths[document] ** 2 for document in sizes[size])
         first = [document for documents, _ in groups_of(end) for document in sorted(documents)]
         reordering = 0.0 if first == list(range(len(first))) else sum(lengths) * copies
         saved.append(varlen - best[end][0] - reordering)
@@ -125,6 +125,16 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling
 
 def verify(module, query, key, value, *, boundaries, dropout=0.0, **options) -> str:
     """Verifier of [`dense_attention`]."""
+    if reason := why_not(query, key, value, dropout):
+        return reason
+    if isinstance(boundaries, DeviceBoundaries):
+        return "needs the lengths of documents on the host"
+    is_faster = plan_of(boundaries, query.shape[1], key.shape[1], query.shape[3]) is not None
+    return "" if is_faster else "is not faster for documents of this length"
+
+
+def why_not(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> str:
+    """Return why cuDNN does not compute such attention here, or an empty string."""
     if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) != (9, 0):
         return "needs tensors on a GPU of compute capability 9.0"
     dtype = compute_dtype(query)
@@ -134,12 +144,10 @@ def verify(module, query, key, value, *, boundaries, dropout=0.0, **options) -> 
         return "does not support dropout"
     if torch.are_deterministic_algorithms_enabled():
         return "has no deterministic backward"
-    if isinstance(boundaries, DeviceBoundaries):
-        return "needs the lengths of documents on the host"
-    heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
     if not _supports(query, key, value, dtype):
+        heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
         return f"has no kernel for {heads} and {kv_heads} heads of {dim} in this release of torch and cuDNN"
-    return "" if plan_of(boundaries, heads, kv_heads, dim) else "is not faster for documents of this length"
+    return ""
 
 
 _SUPPORTED: dict[tuple, bool] = {}

@@ -282,11 +282,18 @@ def attention_of_part(shard: Any, module, query, key, value, impl: str, **option
     ran("attention", "mask of earlier keys")
     first = shard.lengths[0]
     own = query[:, :, :first], *(x[:, :, : before + first] for x in (key, value))
-    outputs = [attention_of_last_queries(module, *own, **options)]
-    if shard.num_documents > 1:
-        q, (k, v) = query[:, :, first:], (x[:, :, before + first :] for x in (key, value))
-        outputs.append(ops.attention(module, q, k, v, None, boundaries=_pieces(shard, 1), impl=impl, **options)[0])
-    return torch.cat(outputs, dim=1)
+    output = attention_of_last_queries(module, *own, **options)
+    others = query[:, :, first:], *(x[:, :, before + first :] for x in (key, value))
+    return with_other_documents(output, shard, module, others, impl, **options)
+
+
+def with_other_documents(output: torch.Tensor, shard: Any, module, others, impl: str, **options: Any) -> torch.Tensor:
+    """Return the attention of a part, given that of its first document, and query, key and value of the others."""
+    if shard.num_documents == 1:
+        return output
+    query, key, value = others
+    rest = ops.attention(module, query, key, value, None, boundaries=_pieces(shard, 1), impl=impl, **options)[0]
+    return torch.cat([output, rest], dim=1)
 
 
 def _pieces(shard: Any, begin: int) -> SequenceBoundaries:
