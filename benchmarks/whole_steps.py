@@ -92,9 +92,9 @@ class Clock(TrainerCallback):
         self.addresses, self.frames = {}, {}
 
     def on_train_begin(self, *_, **__):
-        self.begin = time.perf_counter()
         # Without the rows that compiled kernels.
         self.tokens.clear()
+        self._note(0)
 
     def counted(self, collator):
         """The same collator, with the tokens of each row kept."""
@@ -114,16 +114,19 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step in (1, self.first, self.last):
-            wait()
-            self.times[state.global_step] = time.perf_counter()
-            self.frames[state.global_step] = torch._dynamo.utils.counters["frames"]["total"]
-        if state.global_step == self.first and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+            self._note(state.global_step)
         if state.global_step == self.last and torch.cuda.is_available():
             self.peak, self.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         if self.trace is not None:
             wait()
             self.trace.__exit__(None, None, None)
+
+    def _note(self, step: int) -> None:
+        wait()
+        self.times[step] = time.perf_counter()
+        self.frames[step] = torch._dynamo.utils.counters["frames"]["total"]
+        if step == self.first and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
 
     def note_addresses(self, layer: torch.nn.Module, inputs: tuple) -> None:
         """A hook of a layer, which FSDP2 has gathered then."""
@@ -295,7 +298,7 @@ def measure(args, config: dict) -> dict:
             else {}
         ),
         **({"reserved_GiB": round(clock.reserved / 2**30, 2)} if clock.peak else {}),
-        "first_step_seconds": round(clock.times[1] - clock.begin, 2),
+        "first_step_seconds": round(clock.times[1] - clock.times[0], 2),
         "losses": clock.losses,
     }
     if args.checkpointing:
