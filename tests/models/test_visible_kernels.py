@@ -54,6 +54,12 @@ class VisibleKernelsTest(unittest.TestCase):
         self.assertNotEqual(result.returncode, 0)
         self.assertIn("0 active drivers", result.stderr)
 
+    def test_the_kernels_of_the_kimi_delta_rule(self):
+        """In Triton's interpreter: rows with lengths on the device alone, and nothing that a backward leaves behind."""
+        path = TESTS / "scripts" / "kimi_rows.py"
+        result = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=TESTS)
+        self.assertEqual(result.stdout.splitlines()[-1:], ["3"], result.stderr[-3000:])
+
     def test_the_kimi_delta_rule(self):
         """It calls functions as the package has them: all arguments exist, on batches, packed rows and single tokens.
 

@@ -64,6 +64,9 @@ class KernelVerifiersTest(unittest.TestCase):
             (causal_conv1d.verify_causal_conv1d, conv_call(activation=None)),
         ):
             self.assertEqual(verify(*call, boundaries=boundaries), "")
+        in_graph = DeviceBoundaries(boundaries.cu_seqlens, length=9, advice="Pass lengths.")
+        for verify in (fla.verify_gated_delta_rule, fla.verify_kimi_delta_rule):
+            self.assertEqual(verify(*rule_call(), boundaries=in_graph), "")
 
     def test_rows_of_an_older_release(self):
         boundaries = SequenceBoundaries.from_lengths([4, 5])

@@ -1,5 +1,6 @@
 """flash-linear-attention: gated delta rule and convolution in Triton, which take `cu_seqlens`."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache, wraps
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 
 from ...boundaries import SequenceBoundaries
-from ...device_boundaries import DeviceBoundaries
 from ...foreign import swapped
 from ..compilations import tune_first
 from . import chunk_indices, importable, verify_convolution
@@ -19,6 +19,8 @@ from . import chunk_indices, importable, verify_convolution
 
 # Most tokens of the row on which variants of kernels are measured. It fills a GPU.
 _MEASURED = 4096
+# Where the way of CUDA graphs in flash-linear-attention keeps tensors.
+_BUFFERS = "_BUFFERS"
 
 
 def _tuned_first(rule: Callable) -> Callable:
@@ -95,12 +97,25 @@ def kimi_delta_rule(query, key, value, g, beta, *, a_log, dt_bias, lower_bound, 
     if query.shape[1] == 1 and state is not None and not _needs_backward(*call, a_log, dt_bias, state):
         return fused_recurrent_kda(*call, **options)
     if boundaries is not None:
-        # The way of CUDA graphs does not wait for the GPU, and leaves out TileLang's backward. That one multiplies values of
-        # the next document by zero, so NaN there would reach the end of this one.
+        # The way of CUDA graphs does not wait for the GPU, needs no lengths on the host, and leaves out TileLang's backward.
+        # That one multiplies values of the next document by zero, so NaN there would reach the end of this one.
         options |= {"cu_seqlens": boundaries.cu_seqlens, "use_graph": True}
     with nullcontext() if boundaries is None else _finding_chunks_once(boundaries):
         # The unwrapped function is the Triton kernel. A decay with a bound allows faster products.
-        return unwrap(chunk_kda)(*call, safe_gate=lower_bound is not None, **options)
+        output, state = unwrap(chunk_kda)(*call, safe_gate=lower_bound is not None, **options)
+    if boundaries is not None and output.grad_fn is not None:
+        # A backward that failed may have left some, whose memory a CUDA graph must not use.
+        output.grad_fn.register_prehook(_free_buffers)
+        output.grad_fn.register_hook(_free_buffers)
+    return output, state
+
+
+def _free_buffers(*gradients: tuple) -> None:
+    """Free the tensors of a backward that the way of CUDA graphs keeps for good, several for each length of a row.
+
+    One of them is the gradient of the values, which the next backward of a row of this length would overwrite.
+    """
+    getattr(sys.modules.get("fla.ops.utils.graph"), _BUFFERS, {}).clear()
 
 
 # `chunk_kda` looks its function up in its module, so only one thread at a time may replace the function.
@@ -129,8 +144,6 @@ def verify_kimi_delta_rule(query, key, value, g, beta, *, lower_bound=None, boun
         return reason
     if lower_bound is not None and lower_bound < -5:
         return f"supports lower bounds from -5, not {lower_bound}"
-    if isinstance(boundaries, DeviceBoundaries):
-        return "was not tested on rows whose lengths are on the GPU alone"
     reason = importable("fla", "flash-linear-attention")
     return _row_problem() if boundaries is not None and not reason else reason
 
