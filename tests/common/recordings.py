@@ -5,13 +5,15 @@ from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
+from common.families import tiny_model
 from mixins.model import packed_batch
 from mixins.vision import EXPERTS
 from scripts.trainer_arms import TINY
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
-from transformers_packed import SequenceBoundaries, use_cuda_graphs
+from transformers_packed import SequenceBoundaries, patch_model, use_cuda_graphs
 from transformers_packed.models import cuda_graphs, recordings
+from transformers_packed.models.families import family_named
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
@@ -24,6 +26,25 @@ SIZES = TINY | {
 }
 # Attention between two runs of other layers.
 BETWEEN = {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]}
+# Tiny models of other families, with their options. A layer of attention is between two of a delta rule.
+OTHERS = {
+    # A dense layer and two mixtures.
+    "kimi_linear": ("kimi_linear", {}),
+    "bailing_hybrid": ("bailing_hybrid", {"safe_gate": True, "lower_bound": -5.0}),
+    "olmo_hybrid": ("olmo_hybrid", {}),
+    # As in released checkpoints.
+    "olmo_hybrid, no positions": ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+}
+# Releases of Transformers may lack some.
+OTHERS = {name: own for name, own in OTHERS.items() if family_named(own[0]).is_supported}
+
+
+def other_model(name):
+    family, options = OTHERS[name]
+    layers = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    return patch_model(tiny_model(family, **layers, **options))
+
+
 MODELS = {
     "attention_between": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES | BETWEEN)),
     "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES)),
@@ -73,5 +94,5 @@ def recordings_on_a_cpu():
 def models_of(name="qwen3_5", **options):
     """Build a model with graphs and one without."""
     set_seed(0)
-    plain = MODELS[name]().train()
+    plain = (other_model(name) if name in OTHERS else MODELS[name]()).train()
     return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH, **options), plain

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from common.late_copies import on_a_cpu
 from common.processes import run_processes
-from common.recordings import RunsAgain, models_of, recordings_on_a_cpu, row_of
+from common.recordings import OTHERS, RunsAgain, models_of, recordings_on_a_cpu, row_of
 from mixins.model import total_relative_error
 from parameterized import parameterized
 from torch.nn.parallel import DistributedDataParallel
@@ -222,6 +222,20 @@ class CudaGraphsTest(RecordedTest):
         self.assertEqual(self.warnings, [])
         # Gradients add up.
         self.assert_same_step(graphed, plain, *rows[:3])
+
+    @parameterized.expand(OTHERS)
+    def test_of_other_families(self, name):
+        """Some have no position embeddings, or have them in layers of attention alone."""
+        graphed, plain = models_of(name)
+        has_positions = getattr(graphed.model, "rotary_emb", None) is not None
+        self.assertEqual(has_positions, name in ("bailing_hybrid", "olmo_hybrid"))
+        for lengths in ("several", "full", "seven"):
+            self.assert_same_step(graphed, plain, row_of(ROWS[lengths]))
+        self.assertEqual((RunsAgain.made, RunsAgain.replayed, self.warnings), (4, 6, []))
+        # Without a graph, all layers get the same.
+        self.assert_same_step(graphed, plain, row_of([100, 29]))
+        self.assertIn("more than max_length", self.warnings[0])
+        self.assertEqual(RunsAgain.replayed, 6)
 
     @parameterized.expand([(name,) for name in CHANGES])
     def test_records_again_after_a_change_of(self, name):
@@ -434,6 +448,17 @@ class AttentionOutsideTest(RecordedTest):
         recorded = 3 * 3 + len(rows)
         self.assertEqual(calls, [recorded, len(rows), recorded, recorded])
         self.assert_same_step(graphed, plain, *rows[:3])
+
+    @parameterized.expand(OTHERS)
+    def test_of_other_families(self, name):
+        """Kimi-Linear has one name for layers of attention and those of its delta rule."""
+        graphed, plain = models_of(name, attention=False)
+        calls = count_calls(graphed)
+        self.assertAlmostEqual(cuda_graphs.share_of_attention(graphed), 1 / 3)
+        for lengths in ("several", "full"):
+            self.assert_same_step(graphed, plain, row_of(ROWS[lengths]))
+        self.assertEqual((RunsAgain.made, RunsAgain.replayed, self.warnings), (4, 8, []))
+        self.assertEqual(calls, [5, 2, 5])
 
     def test_checkpointing(self):
         graphed, plain = self.models()

@@ -204,6 +204,10 @@ class _AllLayers(torch.nn.Module):
         vars(self).update(graphs=graphs, text=text, layers=layers, boundaries=boundaries)
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+        if options.get("position_embeddings") is None and getattr(self.text, "rotary_emb", None) is not None:
+            # OLMo-Hybrid passes them to layers of attention alone, and these options are those of the first layer.
+            embeddings = self.text.rotary_emb(hidden_states, options["position_ids"])
+            options["position_embeddings"] = embeddings
         # Walking through the modules takes the host a millisecond.
         modules = list(self.layers.modules())
         reasons = self.graphs.reasons_against(hidden_states, self.boundaries)
@@ -278,13 +282,15 @@ class LayerGraphs:
     ) -> torch.Tensor:
         """Apply the layers to hidden states `[1, T, hidden]`. `options` are the arguments of a layer."""
         slots = _slots(boundaries.num_documents)
-        cast, positions = autocast_dtype(hidden_states), options["position_embeddings"]
+        cast = autocast_dtype(hidden_states)
+        # Some families have none.
+        positions = options.get("position_embeddings")
         kernels = attention, cast, is_batch_invariant()
-        inputs = hidden_states, *positions
+        inputs = hidden_states, *(positions or ())
         key = (slots, *kernels, *((x.shape[2:], x.dtype, x.requires_grad) for x in inputs))
         if key not in self._graphs:
             logger.info(f"{_CALL}: recording a graph for rows of up to {slots - 2} documents.")
-            row = RecordedRow(positions, self.max_length, slots, cast)
+            row = RecordedRow(positions, self.max_length, slots, cast, hidden_states.device)
             with same_counts(layers):
                 self._graphs[key] = row, self._record(layers, row, hidden_states)
         row, parts = self._graphs[key]
@@ -334,7 +340,9 @@ def _layers_of(text: Any) -> torch.nn.ModuleList:
 
 
 def _has_attention(layer: torch.nn.Module) -> bool:
-    return hasattr(layer, "self_attn")
+    # Some families use the name for the layers of a delta rule, too.
+    mixer = getattr(layer, "self_attn", None)
+    return mixer is not None and not hasattr(mixer, "rule")
 
 
 def _state_of(modules: list[torch.nn.Module], parameters: list[torch.nn.Parameter]) -> list[Any]:

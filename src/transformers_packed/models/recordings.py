@@ -27,17 +27,19 @@ class Use:
 class RecordedRow:
     """What the recordings of a row read: cosines and sines, and the boundaries of up to a number of documents."""
 
-    def __init__(self, position_embeddings, max_length, slots, cast):
-        self.position_embeddings = [x.new_zeros(x.shape[0], max_length, *x.shape[2:]) for x in position_embeddings]
-        self.max_length, device = max_length, position_embeddings[0].device
+    def __init__(self, position_embeddings, max_length, slots, cast, device):
+        self.position_embeddings: list[torch.Tensor] | None = None
+        if position_embeddings is not None:
+            self.position_embeddings = [x.new_zeros(x.shape[0], max_length, *x.shape[2:]) for x in position_embeddings]
+        self.max_length = max_length
         self.cu_seqlens = torch.full((slots + 1,), max_length, dtype=torch.int32, device=device)
         self.cu_seqlens[0] = 0
         # Without the cache, so the graph does not keep reading weights that were cast before the recording.
         self.autocast = partial(torch.autocast, device.type, cast, enabled=cast is not None, cache_enabled=False)
         self._shared: dict[tuple, torch.Tensor] = {}
 
-    def fill(self, position_embeddings: Iterable[torch.Tensor], boundaries: SequenceBoundaries) -> None:
-        for mine, given in zip(self.position_embeddings, position_embeddings, strict=True):
+    def fill(self, position_embeddings: Iterable[torch.Tensor] | None, boundaries: SequenceBoundaries) -> None:
+        for mine, given in zip(self.position_embeddings or (), position_embeddings or (), strict=True):
             mine[:, : given.shape[1]].copy_(given)
         ends = boundaries.cu_seqlens
         self.cu_seqlens[: len(ends)].copy_(ends)
@@ -48,6 +50,8 @@ class RecordedRow:
         # A new tensor, because kernel packages cache results by the identity of this tensor.
         boundaries = _open_boundaries(self.cu_seqlens.clone(), self.max_length)
         options = {"attention_mask": None, "position_ids": boundaries.position_ids, "boundaries": boundaries}
+        if self.position_embeddings is None:
+            return options
         return options | {"position_embeddings": tuple(self.position_embeddings)}
 
     def shared(self, name: str, like: torch.Tensor) -> torch.Tensor:

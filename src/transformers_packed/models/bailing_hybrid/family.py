@@ -15,5 +15,6 @@ BAILING_HYBRID = Family(
     # The projections to the decay and the write strength of the delta rule.
     sensitive=("f_proj", "b_proj"),
     rule="kimi_delta_rule",
+    has_graphs=True,
     sizes=partial(latent_sizes, low_rank_gates=False, has_gate=True),
 )

@@ -15,6 +15,7 @@ from ...boundaries import SequenceBoundaries
 from ...errors import input_error
 from ...ops import attention, causal_conv1d_qkv, gated_rms_norm, glu, kimi_delta_rule, rms_norm
 from ...ops.attention import options_of_layer
+from ..cuda_graphs import LayerGraphs
 from ..experts import run_experts
 from ..inputs import PackingKwargs
 from ..outputs import LanguageModelMixin
@@ -257,7 +258,8 @@ class BailingHybridDecoderLayer(builtin.BailingHybridDecoderLayer):
 
 @replaces_builtin
 class BailingHybridModel(PackedTextModelMixin, builtin.BailingHybridModel):
-    pass
+    # What `use_cuda_graphs` has set. Any class with this attribute runs in graphs.
+    layer_graphs: LayerGraphs | None = None
 
 
 @replaces_builtin

@@ -15,5 +15,6 @@ KIMI_LINEAR = Family(
     # The projections to the decay and the write strength of the delta rule.
     sensitive=("f_a_proj", "f_b_proj", "b_proj"),
     rule="kimi_delta_rule",
+    has_graphs=True,
     sizes=partial(latent_sizes, low_rank_gates=True, has_gate=False),
 )

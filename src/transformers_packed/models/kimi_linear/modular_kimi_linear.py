@@ -9,6 +9,7 @@ from transformers.processing_utils import Unpack
 
 from ...ops import attention, gated_rms_norm, kimi_delta_rule, rms_norm
 from ...ops.attention import options_of_layer
+from ..cuda_graphs import LayerGraphs
 from ..experts import run_experts
 from ..inputs import PackingKwargs
 from ..projections import gate_and_project, project
@@ -154,7 +155,8 @@ class KimiLinearDecoderLayer(builtin.KimiLinearDecoderLayer):
 
 @replaces_builtin
 class KimiLinearModel(PackedTextModelMixin, builtin.KimiLinearModel):
-    pass
+    # What `use_cuda_graphs` has set. Any class with this attribute runs in graphs.
+    layer_graphs: LayerGraphs | None = None
 
 
 # Those of Qwen3-Next, on the stock classes of this family.

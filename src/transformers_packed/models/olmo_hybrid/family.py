@@ -11,5 +11,6 @@ OLMO_HYBRID = Family(
     title="OLMo-Hybrid",
     # The projections to the decay and the write strength of the delta rule.
     sensitive=("a_proj", "b_proj"),
+    has_graphs=True,
     sizes=olmo_sizes,
 )

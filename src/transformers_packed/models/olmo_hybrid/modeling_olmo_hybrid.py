@@ -15,6 +15,7 @@ from ...boundaries import SequenceBoundaries
 from ...errors import input_error
 from ...ops import attention, causal_conv1d_qkv, gated_delta_gates, gated_delta_rule, gated_rms_norm, glu, rms_norm
 from ...ops.attention import options_of_layer
+from ..cuda_graphs import LayerGraphs
 from ..inputs import PackingKwargs
 from ..outputs import LanguageModelMixin
 from ..projections import gate_and_project, project, to_fuse
@@ -171,7 +172,8 @@ class OlmoHybridLinearAttentionDecoderLayer(builtin.OlmoHybridLinearAttentionDec
 
 @replaces_builtin
 class OlmoHybridModel(PackedTextModelMixin, builtin.OlmoHybridModel):
-    pass
+    # What `use_cuda_graphs` has set. Any class with this attribute runs in graphs.
+    layer_graphs: LayerGraphs | None = None
 
 
 @fast_path

@@ -7,6 +7,7 @@ from transformers.processing_utils import Unpack
 
 from ...ops import attention, gated_delta_gates
 from ...ops.attention import options_of_layer
+from ..cuda_graphs import LayerGraphs
 from ..inputs import PackingKwargs
 from ..kimi_linear.modular_kimi_linear import KimiLinearRMSNorm
 from ..projections import gate_and_project, project
@@ -87,7 +88,8 @@ class OlmoHybridLinearAttentionDecoderLayer(builtin.OlmoHybridLinearAttentionDec
 
 @replaces_builtin
 class OlmoHybridModel(PackedTextModelMixin, builtin.OlmoHybridModel):
-    pass
+    # What `use_cuda_graphs` has set. Any class with this attribute runs in graphs.
+    layer_graphs: LayerGraphs | None = None
 
 
 # Those of Qwen3-Next, on the stock classes of this family.
