@@ -5,14 +5,15 @@ with this package's ops. The arm `per document` computes the same model with the
 batches of documents of similar length. For Mamba mixers, that is a loop over tokens: Transformers runs an associative
 scan (`use_associative_scan`) in compiled code only, which is the arm `associative scan`. Families with classes of this
 package have the arm `ours` alone: compare them with `qwen3_5`, which has the same layers, hidden size and dense MLP, and
-`qwen4_exp` with `qwen3_5_moe`. These two have 4 layers of hidden size 2,560 with 512 experts. Their errors need
+`qwen4_exp` with `qwen3_5_moe`. The last two have 4 layers of hidden size 2,560 with 512 experts. Their errors need
 `--options '{"num_experts": 32}'` to fit a GPU of 80 GB. The indexer of `qwen4_exp` computes nothing unless documents are
-longer than 2,063 tokens, as with `--documents 2`. Errors are those of the loss and of all gradients on a shorter row,
-against the stock class in float32 on each document alone. Of mixtures, rounding may change the choice of experts in
-bfloat16.
+longer than 2,063 tokens, as with `--documents 2`. With `--graphs`, families whose layers can run as CUDA graphs have the
+arm `graphs` too. Errors are those of the loss and of all gradients on a shorter row, against the stock class in float32
+on each document alone. Of mixtures, rounding may change the choice of experts in bfloat16.
 
     python benchmarks/families.py --output benchmarks/results/families.json
     python benchmarks/families.py --families bamba lfm2 --profile
+    python benchmarks/families.py --families qwen3_5 kimi_linear bailing_hybrid --graphs --no-errors
 """
 
 import argparse
@@ -36,8 +37,10 @@ from transformers import AutoModelForCausalLM, set_seed
 from transformers.integrations import hub_kernels
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from transformers_packed import DataCollatorWithFlattening, patch_model
+from transformers_packed import DataCollatorWithFlattening, patch_model, use_cuda_graphs
 from transformers_packed.models import mixers
+from transformers_packed.models.cuda_graphs import find_text_models, graph_length, records_graphs
+from transformers_packed.models.families import family_of
 from transformers_packed.ops import dispatch, implementations_used
 from transformers_packed.ops.compilations import tuned_in_threads
 
@@ -154,6 +157,8 @@ FAMILIES = {
     "qwen4_exp, linear layers": MIXTURE | QWEN4_EXP | {"layer_types": ["linear_attention"] * 4, "ple_layer_ids": []},
 }
 ARMS = ("per document", "associative scan", "ours")
+# Families whose layers run as CUDA graphs with `--graphs`.
+GRAPHS = [name for name, options in FAMILIES.items() if family_of(options["model_type"]).has_graphs]
 # Families of Mamba mixers, where Transformers has another scan under `torch.compile`.
 MAMBA = ("jamba", "mamba", "falcon_mamba", "zamba")
 # Families with classes of this package.
@@ -164,7 +169,7 @@ OWN |= {name for name in FAMILIES if name.startswith(("qwen3_5_moe", "qwen4_exp"
 def arm_of(name: str):
     """A context in which patched models run as the arm says."""
     stack = ExitStack()
-    if name != "ours":
+    if name not in ("ours", "graphs"):
         stack.enter_context(mock.patch.dict(mixers.ROWS, dict.fromkeys(mixers.ROWS, lambda *args, **kwargs: None)))
     if name == "associative scan":
         for family in MAMBA:
@@ -209,6 +214,8 @@ def measure(name: str, arm: str, documents: list[list[int]], args) -> dict:
     gpu = args.device == "cuda"
     with arm_of(arm):
         model, batch = patch_model(make_model(name, args, torch.bfloat16)), batch_of(documents, args.device)
+        if arm == "graphs":
+            use_cuda_graphs(model, graph_length(args.tokens))
         found: dict = {"parameters": model.num_parameters()}
         with tuned_in_threads():
             found["first_ms"] = round(1e3 * timed(lambda: step(model, batch), args.device))
@@ -223,6 +230,8 @@ def measure(name: str, arm: str, documents: list[list[int]], args) -> dict:
         found["ran"] = implementations_used()
         if args.profile:
             found["kernels_ms"] = profile(model, batch)
+        if arm == "graphs" and not all(map(records_graphs, find_text_models(model))):
+            raise RuntimeError("the row ran without a graph; the log says why")
     return found
 
 
@@ -287,6 +296,9 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--options", help="JSON with changes to each configuration")
+    parser.add_argument(
+        "--graphs", action="store_true", help="add the arm `graphs` to families whose layers can run so"
+    )
     parser.add_argument("--no-errors", action="store_true", help="measure no errors")
     parser.add_argument("--float32", action="store_true", help="add the errors of our model in float32")
     parser.add_argument("--profile", action="store_true", help="add the longest kernels of a step")
@@ -303,6 +315,7 @@ def main() -> int:
         arms = [
             arm for arm in args.arms if arm == "ours" or name in MAMBA or (arm == "per document" and name not in OWN)
         ]
+        arms += ["graphs"] * (args.graphs and name in GRAPHS)
         for arm in [*arms, *["errors"] * (not args.no_errors)]:
             try:
                 found = errors(name, args) if arm == "errors" else measure(name, arm, documents, args)

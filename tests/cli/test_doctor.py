@@ -256,7 +256,7 @@ class ModelTest(unittest.TestCase):
         ]
     )
     def test_float8(self, config, expected, advises):
-        """By the products that would run in it. Only families with CUDA graphs have it."""
+        """By the products that would run in it. Only Qwen's families have it."""
         with gpu():
             notes = sections(self.doctor(config))["Notes"]
         found = [note for note in notes if "FP8" in note]

@@ -30,7 +30,7 @@ BETWEEN = {"layer_types": ["linear_attention", "full_attention", "linear_attenti
 OTHERS = {
     # A dense layer and two mixtures.
     "kimi_linear": ("kimi_linear", {}),
-    "bailing_hybrid": ("bailing_hybrid", {"safe_gate": True, "lower_bound": -5.0}),
+    "bailing_hybrid": ("bailing_hybrid", {}),
     "olmo_hybrid": ("olmo_hybrid", {}),
     # As in released checkpoints.
     "olmo_hybrid, no positions": ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": None}}),

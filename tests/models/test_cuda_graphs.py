@@ -9,6 +9,7 @@ from unittest import mock
 import peft
 import torch
 import torch.distributed as dist
+from common.families import tiny_model
 from common.late_copies import on_a_cpu
 from common.processes import run_processes
 from common.recordings import OTHERS, RunsAgain, models_of, recordings_on_a_cpu, row_of
@@ -18,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import set_seed
 
-from transformers_packed import SequenceBoundaries, use_cuda_graphs
+from transformers_packed import SequenceBoundaries, patch_model, use_cuda_graphs
 from transformers_packed.models import cuda_graphs, recordings
+from transformers_packed.models.families import family_named
 from transformers_packed.models.packed_model import bytes_on_host
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops.backends import chunk_indices
@@ -422,11 +424,12 @@ class CudaGraphsTest(RecordedTest):
 
     def test_refuses(self):
         dense, _ = models_of()
-        for model, length, expected in (
-            (dense, 100, "multiple of 64"),
-            (dense, 2048.0, "multiple of 64"),
-            (torch.nn.Linear(2, 2), 128, "patch_model"),
-        ):
+        calls = [(dense, 100, "multiple of 64"), (dense, 2048.0, "multiple of 64")]
+        calls.append((torch.nn.Linear(2, 2), 128, "patch_model"))
+        if family_named("qwen4_exp").is_supported:
+            calls.append((patch_model(tiny_model("qwen4_exp")), 128, "got Qwen4Exp.*. Train it without CUDA graphs"))
+            calls.append((tiny_model("kimi_linear"), 128, "got KimiLinearForCausalLM. .*patch_model"))
+        for model, length, expected in calls:
             with self.assertRaisesRegex(ValueError, expected):
                 use_cuda_graphs(model, length)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from common.recordings import OTHERS, other_model
 from common.sizes import SIZES as SHAPES
 from mixins.lora import lora, randomized
 from mixins.model import packed_batch, total_relative_error
@@ -199,6 +200,9 @@ class ChosenLayersTest(Float8TestCase):
             with self.assertRaisesRegex(ValueError, f"{type(model).__name__}.*patch_model"):
                 use_float8(model)
         self.assertTrue(use_float8(patch_model(builtin_model())))
+        for name in {"kimi_linear"} & {*OTHERS}:
+            with self.assertRaisesRegex(ValueError, "KimiLinearForCausalLM. Train it without float8"):
+                use_float8(other_model(name))
 
     def test_the_least_work(self):
         """By default, layers use float8 from a number of tokens on that depends on their size."""

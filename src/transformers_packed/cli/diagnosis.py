@@ -344,9 +344,11 @@ def _of_speed(model: PreTrainedModel | None, ops: Ops, device: torch.device) -> 
         return
     dense = model is None or ("experts" not in ops and any(family.has_graphs for family in families_of(model)))
     attention = next(runs for op, (runs, _) in ops.items() if op.startswith("attention "))
-    if dense and attention == "varlen_attn" and is_kernel(ops[OWN[0].rule][0]):
+    # Rows with another rule were not measured at these sizes.
+    rule, _ = ops.get(OWN[0].rule, (None, []))
+    if dense and attention == "varlen_attn" and is_kernel(rule):
         yield from _of_graphs(model)
-    if model is None or any(family.has_graphs for family in families_of(model)):
+    if model is None or any(family.has_float8 for family in families_of(model)):
         yield _of_float8(model, *ops["linear_float8"], has_experts="experts" in ops)
 
 

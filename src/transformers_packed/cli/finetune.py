@@ -242,14 +242,12 @@ def supported_config(source: str, settings: Namespace | None = None, option: str
     """The configuration of a checkpoint that our causal language models support, with the options in `settings`."""
     with reading(option, source, "checkpoint"):
         config = _supported_config(source, option)
-    able = [family for family in OWN if family.has_graphs]
-    has_graphs = family_of(config) in able
+    able = [family for family in OWN if family.has_float8]
     has_experts = bool(sizes_of(config).mixtures)
     for name, possible, expected in (
         ("experts", has_experts, "a mixture of experts"),
         ("experts_in_host_memory", has_experts, "a mixture of experts"),
-        ("cuda_graphs", has_graphs, f"a checkpoint of {titles(able)}"),
-        ("float8", has_graphs, f"a checkpoint of {titles(able)}"),
+        ("float8", family_of(config) in able, f"a checkpoint of {titles(able)}"),
     ):
         if getattr(settings, name, False) and not possible:
             option = f"--{name.replace('_', '-')}"

@@ -28,7 +28,7 @@ from ..ops.invariance import is_batch_invariant
 from ..ops.offload import HostCheckpoints
 from .experts import isolates
 from .families import OWN, families_of, titles
-from .family import Own
+from .family import Family, Own
 from .host_parameters import host_of
 from .quantized_weights import StoredWeight, tensors_of
 from .recordings import RecordedLayers, RecordedRow, Use, is_on_gpu, new_place, same_counts
@@ -67,7 +67,8 @@ def use_cuda_graphs(model: Model, max_length: int, *, attention: bool = True) ->
 
     Args:
         model (`PreTrainedModel`):
-            A Qwen3.5/3.6/3.8 or Qwen3-Next model of this package, on a CUDA device.
+            A Qwen3.5/3.6/3.8, Qwen3-Next, Kimi-Linear, Bailing-Hybrid or OLMo-Hybrid model of this package, on a CUDA
+            device.
         max_length (`int`):
             The length in tokens of the longest row that uses a graph. Must be a multiple of 64.
         attention (`bool`, *optional*, defaults to `True`):
@@ -123,20 +124,26 @@ def _slots(documents: int) -> int:
 
 
 def find_text_models(model: torch.nn.Module) -> list[Any]:
-    """Return the Qwen3.5 and Qwen3-Next text models of this package in `model`."""
+    """Return the text models of this package in `model` whose layers can run as graphs."""
     return [module for module in model.modules() if hasattr(type(module), "layer_graphs")]
 
 
 def text_models_of(model: torch.nn.Module) -> list[Any]:
     """Return what [`find_text_models`] finds, or raise an error if that is none."""
     texts = find_text_models(model)
-    if not texts:
-        able, found = [family for family in OWN if family.has_graphs], families_of(model, Own)
-        fix = "Load it after transformers_packed.register(), or pass it to patch_model first."
-        if found and not found & {*able}:
-            fix = "Train it without CUDA graphs and without float8."
-        raise input_error(f"a {titles(able)} model of this package", type(model).__name__, fix)
+    check_family(model, [family for family in OWN if family.has_graphs], bool(texts), "CUDA graphs")
     return texts
+
+
+def check_family(model: torch.nn.Module, able: list[Family], has_our_classes: bool, what: str) -> None:
+    """Raise a `ValueError` unless `model` is one of this package and of one of these families, which have `what`."""
+    found = families_of(model, Own)
+    if has_our_classes and found & {*able}:
+        return
+    fix = "Load it after transformers_packed.register(), or pass it to patch_model first."
+    if found and not found & {*able}:
+        fix = f"Train it without {what}."
+    raise input_error(f"a {titles(able)} model of this package", type(model).__name__, fix)
 
 
 def share_of_attention(model: torch.nn.Module) -> float:

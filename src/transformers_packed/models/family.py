@@ -137,6 +137,8 @@ class Family:
             Whether its checkpoints may have a head of multi-token prediction that this package trains.
         has_graphs (`bool`, *optional*, defaults to `False`):
             Whether its layers can run as CUDA graphs.
+        has_float8 (`bool`, *optional*, defaults to `False`):
+            Whether its linear layers were trained in float8.
         implies_head (`bool`, *optional*, defaults to `False`):
             Whether servers take a configuration that says nothing of a head of multi-token prediction for one with it.
         sizes (`Callable`, *optional*):
@@ -156,6 +158,7 @@ class Family:
     has_indexer: bool = False
     has_mtp: bool = False
     has_graphs: bool = False
+    has_float8: bool = False
     implies_head: bool = False
     sizes: Callable[[PreTrainedConfig], Sizes] | None = None
 

@@ -9,8 +9,8 @@ from transformers.utils import logging
 
 from ..errors import input_error
 from ..ops.float8 import MULTIPLE
-from .cuda_graphs import forget_graphs, text_models_of
-from .families import sizes_of
+from .cuda_graphs import check_family, find_text_models, forget_graphs
+from .families import OWN, sizes_of
 from .quantization import SENSITIVE
 from .replacements import Model
 
@@ -60,7 +60,8 @@ def use_float8(model: Model, module_filter: Callable[[torch.nn.Module, str], boo
 
     ```
     """
-    text_models_of(model)
+    able = [family for family in OWN if family.has_float8]
+    check_family(model, able, bool(find_text_models(model)), "float8")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     if module_filter is None:
         fewest = _by_default(model, layers)

@@ -179,7 +179,7 @@ def _open_boundaries(cu_seqlens: torch.Tensor, max_length: int) -> SequenceBound
     return DeviceBoundaries(
         cu_seqlens,
         length=max_length,
-        advice="CUDA graphs support the gated delta rule from flash-linear-attention or FlashQLA and attention "
+        advice="CUDA graphs support the delta rules from flash-linear-attention or FlashQLA and attention "
         "from varlen_attn, in float16 or bfloat16 (or under autocast) and without attention dropout. Load the model "
         'in bfloat16 with attn_implementation="sdpa" and install the kernels that `transformers-packed doctor` names, '
         "or train without graphs.",

@@ -42,7 +42,7 @@ def choose_graphs(
 
     Args:
         model (`torch.nn.Module`):
-            A Qwen3.5/3.6/3.8 or Qwen3-Next model of this package on a GPU, without graphs and with compiled kernels.
+            A model of this package of a family with graphs, on a GPU, without graphs and with compiled kernels.
         max_length (`int`):
             The length in tokens of the longest row with a graph. A multiple of 64.
         run (`Callable`):
