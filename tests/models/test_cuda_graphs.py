@@ -238,6 +238,9 @@ class CudaGraphsTest(RecordedTest):
         self.assert_same_step(graphed, plain, row_of([100, 29]))
         self.assertIn("more than max_length", self.warnings[0])
         self.assertEqual(RunsAgain.replayed, 6)
+        enable_checkpointing(graphed, 1)
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        self.assertEqual(RunsAgain.replayed, 8)
 
     @parameterized.expand([(name,) for name in CHANGES])
     def test_records_again_after_a_change_of(self, name):
