@@ -13,13 +13,14 @@ from unittest import mock
 
 import torch
 from common import pages
-from common.checkpoints import write
+from common.checkpoints import FORMATS, write
 from common.commands import run_command
 from common.families import tiny_config
 from common.late_experts import copied_on_a_cpu
 from common.optimizers import flashoptim
 from common.processes import EXPERTS, run_processes
 from common.records import THINKING, assistant, make_tokenizer, records, user
+from common.shown import shows, shows_for_each
 from mixins.model import total_relative_error
 from mixins.patch import OTHERS
 from parameterized import parameterized
@@ -651,6 +652,15 @@ class CommandTest(unittest.TestCase):
         self.assertLess((merged - whole).abs().max(), 1e-5)
         self.assertLess(total_relative_error({"logits": whole}, {"logits": want}), 0.3)
 
+    @shows_for_each([*FORMATS], "`--load-in-4bit`", says="error")
+    def test_a_quantized_base_in_4_bit(self, name):
+        config = Qwen3_5TextConfig(**TEXT_CONFIG)
+        config.quantization_config = FORMATS[name][1]
+        config.save_pretrained(self.directory)
+        with self.assertRaisesRegex(ValueError, "with --load-in-4bit, got .*, whose weights are in .* Remove --load"):
+            finetune.supported_config(str(self.directory), Namespace(load_in_4bit=True))
+
+    @shows("fp8", "`--load-in-4bit`", says="error")
     def test_a_base_that_is_stored_in_fp8(self):
         config = Qwen3_5TextConfig(**TEXT_CONFIG)
         config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -672,6 +682,7 @@ class CommandTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "weights are drawn here, got .*, in FP8. Pass the checkpoint that"):
             finetune.config_and_dtype(options)
 
+    @shows("nvfp4", "training goes on after a stop")
     def test_a_quantized_checkpoint(self):
         """LoRA trains on its weights as they are, goes on after a stop, and its adapter is one of the checkpoint."""
         set_seed(0)
@@ -731,6 +742,7 @@ class CommandTest(unittest.TestCase):
     @parameterized.expand([("plain", []), ("4_bit", ["--load-in-4bit"])])
     # bitsandbytes would pack the weights of small layers anew for inference on some CPUs, which fails.
     @mock.patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+    @shows("nf4", "`--load-in-4bit`", "experts in host memory", "training goes on after a stop")
     def test_experts_in_host_memory(self, _, given):
         """The adapter is that of a run with experts on the device, after a stop too."""
         self.save_mixture()

@@ -100,7 +100,7 @@ NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_
 NVFP4 |= {"scale_dtype": torch.float8_e4m3fn, "zp_dtype": torch.float8_e4m3fn}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
-_COMPRESSED = {
+COMPRESSED = {
     "w4a16": ("pack-quantized", INT4 | {"symmetric": True}),
     "w4a16_zeros": ("pack-quantized", INT4 | {"symmetric": False}),
     "w4a16_rows": ("pack-quantized", {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}),
@@ -128,7 +128,7 @@ _AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "bl
 _AUTO_ROUND |= {"packing_format": "auto_round:auto_gptq"}
 _AUTO_ROUND |= {"extra_config": {r".*in_proj_[ab].*": {"bits": 16}, r".*shared_expert_gate": {"bits": 16}}}
 # The writer of a weight, and the configuration of the checkpoint.
-FORMATS = {name: (partial(compressed, method=x, **y), _config_of(x, y)) for name, (x, y) in _COMPRESSED.items()}
+FORMATS = {name: (partial(compressed, method=x, **y), _config_of(x, y)) for name, (x, y) in COMPRESSED.items()}
 FORMATS |= {
     "modelopt": (
         of_modelopt,

@@ -8,7 +8,9 @@ import sys
 import unittest
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
+from common import shown
 from transformers import PreTrainedModel
 
 import transformers_packed
@@ -113,6 +115,25 @@ class ExtensionTest(unittest.TestCase):
             self.assertEqual(hf_docstrings.public_path(self.package, name), f"transformers_packed.{path}")
         for name in ("SequenceBoundaries.nothing", "replaces_builtin", "transformers_packed.ops"):
             self.assertIsNone(hf_docstrings.public_path(self.package, name))
+
+
+class FeaturesTest(unittest.TestCase):
+    def test_the_table_is_that_of_the_tests(self):
+        import write_features
+
+        text = write_features.PAGE.read_text(encoding="utf-8")
+        self.assertEqual(text, write_features.page(), "run python docs/write_features.py")
+
+    def test_entries(self):
+        """A test is there for each, and tests do not contradict each other."""
+        with mock.patch.dict(shown.SHOWN, clear=True):
+            shown.shows_for_each([("awq", 1), ("float32", 1)], "DDP")
+            self.assertEqual(shown.SHOWN, {("AWQ", "DDP"): "yes"})
+            for kind, feature, error in (("awq", "other", ValueError), ("other", "DDP", KeyError)):
+                self.assertRaises(error, shown.shows(kind, feature), self.test_entries)
+            self.assertRaises(AssertionError, shown.shows("awq", "DDP"), lambda: None)
+            with self.assertRaisesRegex(ValueError, "AWQ and DDP: tests say yes and error"):
+                shown.shows_for_each(["awq"], "DDP", says="error")
 
 
 class CommandLineTest(unittest.TestCase):

@@ -15,6 +15,7 @@ from common.families import tiny_model
 from common.gpu import needs_gpu, report
 from common.processes import run_processes
 from common.real_heads import model_on_gpu, row_on_gpu
+from common.shown import shows
 from mixins.model import total_relative_error
 from parameterized import parameterized
 from torch.nn.parallel import DistributedDataParallel
@@ -273,6 +274,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         self.assertLess(gradient, 1e-2)
 
     @unittest.skipUnless(find_spec("peft"), "needs peft")
+    @shows("nvfp4", "CUDA graphs", "gradient checkpointing")
     def test_stored_weights(self):
         """Layers and experts of a quantized checkpoint, whose weights each replay dequantizes."""
         import peft

@@ -48,4 +48,4 @@ class StoredWeightsTestCase(unittest.TestCase):
         places = list(torch.arange(sum(map(len, DOCUMENTS))).split([len(x) for x in DOCUMENTS]))
         self.assertLess(changed_by_others(stored, lambda: stored(**batch), batch, places), 1e-4)
         with torch.no_grad():
-            self.assertTrue(torch.equal(stored(**batch).logits, plain(**batch).logits))
+            self.assertLess((stored(**batch).logits - plain(**batch).logits).abs().max(), 1e-6)

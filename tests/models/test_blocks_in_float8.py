@@ -6,12 +6,17 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from common.blocks import BLOCK, LAYERS, store, stored_and_plain
+from common.processes import run_processes
+from common.shown import shows
 from mixins.lora import randomized
 from mixins.model import packed_batch, total_relative_error
 from mixins.patch import builtin_model
 from mixins.stored import DOCUMENTS, StoredWeightsTestCase, run
 from parameterized import parameterized
+from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts, FP8Linear
 
@@ -19,6 +24,8 @@ from transformers_packed import patch_model, registered
 from transformers_packed.models.experts import _adapters_of, isolates
 from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.projections import terms_of
+from transformers_packed.models.releases import IGNORED_BY_DDP
+from transformers_packed.models.stored_weights import in_fewer_bits, weight_of_layer
 from transformers_packed.ops.dispatch import _used
 from transformers_packed.ops.terms import Dequantized
 
@@ -33,6 +40,27 @@ def models(block=BLOCK, scale_format: str = "float", family: str = "qwen3_5"):
     return stored_and_plain(patch_model(builtin_model(family)), block, scale_format)
 
 
+def adapted():
+    """A mixture with adapters of linear layers and experts."""
+    from peft import LoraConfig, get_peft_model
+
+    model, _ = models(family="qwen3_5_moe")
+    torch.manual_seed(1)
+    options = {"target_modules": ["q_proj", "out_proj"], "target_parameters": list(EXPERT_WEIGHTS)}
+    return randomized(get_peft_model(model, LoraConfig(r=4, **options)))
+
+
+def gradients_of(model, rank):
+    model(**packed_batch(DOCUMENTS[rank:], "cu_seqlens"), use_cache=False).loss.backward()
+    return {name.removeprefix("module."): x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def gradients_under_ddp():
+    model = adapted()
+    setattr(model, IGNORED_BY_DDP, in_fewer_bits(model))
+    return gradients_of(DistributedDataParallel(model), dist.get_rank())
+
+
 @unittest.skipUnless(find_spec("peft"), "needs peft")
 class BlocksTest(StoredWeightsTestCase):
     def setUp(self):
@@ -44,6 +72,7 @@ class BlocksTest(StoredWeightsTestCase):
         + [("qwen3_5_moe", (128, 128), "float")]
         + [("kimi_linear", BLOCK, "float"), ("qwen4_exp", BLOCK, "float")]
     )
+    @shows("fp8", "LoRA of linear layers", "LoRA of experts", "gradient checkpointing")
     def test_adapters(self, family, block, scale_format):
         from peft import LoraConfig, get_peft_model
 
@@ -77,6 +106,7 @@ class BlocksTest(StoredWeightsTestCase):
         return model
 
     @parameterized.expand(["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+    @shows("fp8", "an adapter is saved and loaded")
     def test_checkpoint(self, family):
         """A checkpoint that Transformers has written keeps its bytes, and an adapter on it is saved and loaded."""
         from peft import LoraConfig, PeftModel, get_peft_model
@@ -92,6 +122,17 @@ class BlocksTest(StoredWeightsTestCase):
             self.assertEqual(loss, expected[0])
             self.assertEqual(total_relative_error(gradients, expected[1]), 0)
 
+    @shows("fp8", "`save_pretrained` of the base")
+    def test_the_base_is_saved(self):
+        with TemporaryDirectory() as folder:
+            self.stored("qwen3_5_moe", folder).save_pretrained(f"{folder}/again")
+            given, found = (load_file(f"{x}/model.safetensors") for x in (folder, f"{folder}/again"))
+        self.assertEqual(given.keys(), found.keys())
+        for name, x in given.items():
+            self.assertEqual(x.dtype, found[name].dtype, name)
+            self.assertTrue(torch.equal(x.view(torch.uint8), found[name].view(torch.uint8)), name)
+
+    @shows("fp8", "an adapter is merged into dequantized weights")
     def test_merge(self):
         """An adapter is merged into dequantized weights, which are saved as such."""
         from peft import LoraConfig, PeftModel, get_peft_model
@@ -114,10 +155,21 @@ class BlocksTest(StoredWeightsTestCase):
             found = merged(**packed_batch(DOCUMENTS, "cu_seqlens")).logits
         self.assertLess((found - expected).abs().max(), 1e-5)
 
+    @shows("fp8", "DDP")
+    def test_two_processes(self):
+        first, second = run_processes(gradients_under_ddp, 2)
+        alone = [gradients_of(adapted(), rank) for rank in range(2)]
+        self.assertEqual(first.keys(), alone[0].keys())
+        for name, gradient in first.items():
+            self.assertTrue(torch.equal(gradient, second[name]))
+            torch.testing.assert_close(gradient, (alone[0][name] + alone[1][name]) / 2)
+
+    @shows("fp8", "a packed row equals its documents")
     def test_documents_stay_apart(self):
         model, plain = models()
         self.check_isolation(model, plain)
 
+    @shows("fp8", "dequantized to the bits of the library")
     def test_what_the_op_computes(self):
         layer = layer_in_blocks()
         x = torch.randn(5, 48)
@@ -130,6 +182,10 @@ class BlocksTest(StoredWeightsTestCase):
             projection, dtype = terms_of(layer, x)
         self.assertIs(dtype, torch.bfloat16)
         self.assertTrue(torch.equal(projection.weight.compute(), expected.to(torch.bfloat16)))
+
+    @shows("fp8", "FP8 products (`--float8`)", says="no")
+    def test_products_in_float8(self):
+        self.assertIs(type(weight_of_layer(layer_in_blocks(), True, torch.randn(5, 48))), Dequantized)
 
     @parameterized.expand(["hook", "forward", "dequantized"])
     def test_layers_that_run_themselves(self, kind):

@@ -12,8 +12,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from common.blocks import LAYERS
-from common.checkpoints import FORMATS, write
+from common.checkpoints import COMPRESSED, FORMATS, write
 from common.processes import run_processes
+from common.shown import shows, shows_for_each
 from mixins.lora import randomized
 from mixins.model import packed_batch, total_relative_error
 from mixins.patch import COMPOSITE, builtin_model
@@ -38,6 +39,10 @@ from transformers_packed.ops.dispatch import _used
 from transformers_packed.ops.terms import Dequantized, Float8Weight
 
 
+# One of each layout.
+LAYOUTS = ["fp8_rows", "w4a16", "w8a16", "nvfp4", "awq", "gptq", "gptq_order", "auto_round"]
+PRODUCTS = "FP8 products (`--float8`)"
+DEQUANTIZED = "dequantized to the bits of the library"
 VECTORS = Path(__file__).parent.parent / "common" / "packed_weights.safetensors"
 
 
@@ -75,13 +80,20 @@ def gradients_under_ddp(folder):
     return {name: x.grad for name, x in model.module.named_parameters() if x.grad is not None}, stored
 
 
+def stored_layer(name):
+    layer = torch.nn.Linear(32, 64, bias=False)
+    weight = stored_weight(FORMATS[name][0](layer.weight.data)[0], FORMATS[name][1], torch.bfloat16)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
 def packed_integers(columns, groups):
     packed = torch.zeros(8, -(-columns // 8), dtype=torch.int32)
     return {"weight_packed": packed, "weight_scale": torch.ones(8, groups), "weight_shape": torch.tensor([8, columns])}
 
 
 class VectorsTest(unittest.TestCase):
-    @parameterized.expand(["awq", "gptq", "gptq_order", "gptq_8_bit", "auto_round", "auto_round_gptq"])
+    @shows_for_each(["awq", "gptq", "gptq_order", "gptq_8_bit", "auto_round", "auto_round_gptq"], DEQUANTIZED)
     def test_weights_that_the_libraries_wrote(self, name):
         tensors = {x.split(".")[1]: y for x, y in load_file(VECTORS).items() if x.split(".")[0] == name}
         expected, newer = tensors.pop("weight"), tensors.pop("qzeros_v2", None)
@@ -94,6 +106,11 @@ class VectorsTest(unittest.TestCase):
                 tensors | {"qzeros": newer}, config | {"checkpoint_format": "gptq_v2"}, torch.float16
             )
             self.assertTrue(torch.equal(found.compute(), expected))
+
+    @shows_for_each([*COMPRESSED], DEQUANTIZED)
+    def test_weights_of_compressed_tensors(self, name):
+        tensors, expected = FORMATS[name][0](torch.randn(32, 64, generator=torch.Generator().manual_seed(0)))
+        self.assertTrue(torch.equal(stored_weight(tensors, FORMATS[name][1], torch.bfloat16).compute(), expected))
 
 
 class LoadingTest(unittest.TestCase):
@@ -188,15 +205,17 @@ class LoadingTest(unittest.TestCase):
         second.__exit__(None, None, None)
         self.assertEqual([dict(x) for x in mappings], before)
 
+    @shows("fp8_rows", PRODUCTS)
     def test_products_in_float8(self):
-        """They read the stored bytes and scales of rows, and those of other formats are dequantized."""
-        for name, kind in (("fp8_rows", Float8Weight), ("fp8_blocks", Dequantized), ("nvfp4", Dequantized)):
-            layer = torch.nn.Linear(32, 64, bias=False)
-            weight = stored_weight(FORMATS[name][0](layer.weight.data)[0], FORMATS[name][1], torch.bfloat16)
-            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-            found = weight_of_layer(layer, True, torch.zeros(1, 32))
-            self.assertIs(type(found), kind)
-        self.assertIs(weight_of_layer(layer, False, torch.zeros(1, 32)).dtype, torch.bfloat16)
+        """They read the stored bytes and scales of rows."""
+        self.assertIs(type(weight_of_layer(stored_layer("fp8_rows"), True, torch.zeros(1, 32))), Float8Weight)
+
+    @shows_for_each([name for name in FORMATS if name != "fp8_rows"], PRODUCTS, says="no")
+    def test_products_in_float8_of_other_formats(self, name):
+        """The products of their layers are those of dequantized weights."""
+        found = [weight_of_layer(stored_layer(name), in_float8, torch.zeros(1, 32)) for in_float8 in (True, False)]
+        self.assertEqual([type(x) for x in found], [Dequantized] * 2)
+        self.assertEqual([x.dtype for x in found], [torch.bfloat16] * 2)
 
     def test_weights_that_are_joined_otherwise(self):
         """Experts whose order of columns differs are joined too. A model that cuts them gets plain weights, and says so."""
@@ -218,17 +237,21 @@ class AdaptersTest(StoredWeightsTestCase):
         _used.clear()
         self.folder = self.enterContext(TemporaryDirectory())
 
-    @parameterized.expand(
-        [(name, "qwen3_5_moe") for name in FORMATS] + [("nvfp4", "qwen3_next"), ("w4a16", "qwen3_5")]
+    @shows_for_each(
+        [(name, "qwen3_5_moe") for name in FORMATS] + [("nvfp4", "qwen3_next"), ("w4a16", "qwen3_5")],
+        "LoRA of linear layers",
+        "LoRA of experts",
+        "gradient checkpointing",
     )
     def test_gradients(self, name, family):
         self.check_adapters(*map(adapted, stored_and_plain(family, name, self.folder)))
 
-    def test_adapters_are_saved_and_merged(self):
+    @shows_for_each(LAYOUTS, "an adapter is saved and loaded", "an adapter is merged into dequantized weights")
+    def test_adapters_are_saved_and_merged(self, name):
         """An adapter goes back onto the checkpoint, and is merged into weights that were dequantized."""
         from peft import PeftModel
 
-        write(builtin_model("qwen3_5_moe"), self.folder, "w4a16")
+        write(builtin_model("qwen3_5_moe"), self.folder, name)
         trained = adapted(load(self.folder))
         trained.save_pretrained(f"{self.folder}/adapter")
         loss, gradients = run(trained)
@@ -236,10 +259,8 @@ class AdaptersTest(StoredWeightsTestCase):
         found = run(again)
         self.assertEqual(found[0], loss)
         self.assertEqual(total_relative_error(found[1], gradients), 0)
-        with self.assertRaisesRegex(ValueError, "for a change in place, .* or call its dequantize"):
+        with self.assertRaisesRegex(ValueError, "for a change in place, .* or call its dequantize|Cannot merge LORA"):
             again.merge_and_unload()
-        with self.assertRaisesRegex(ValueError, "not serializable"):
-            load(self.folder).save_pretrained(f"{self.folder}/copy")
         plain = load(self.folder)
         plain.dequantize()
         self.assertFalse(any(isinstance(x, PackedWeight) for x in plain.parameters()))
@@ -251,8 +272,15 @@ class AdaptersTest(StoredWeightsTestCase):
         with torch.no_grad():
             self.assertLess((stock(**batch).logits - trained(**batch).logits).abs().max(), 5e-5)
 
-    def test_documents_stay_apart(self):
-        self.check_isolation(*stored_and_plain("qwen3_5_moe", "nvfp4", self.folder))
+    @shows_for_each(LAYOUTS, "`save_pretrained` of the base", says="error")
+    def test_the_base_is_not_saved(self, name):
+        write(builtin_model("qwen3_5"), self.folder, name)
+        with self.assertRaisesRegex(ValueError, "not serializable"):
+            load(self.folder).save_pretrained(f"{self.folder}/copy")
+
+    @shows_for_each(LAYOUTS, "a packed row equals its documents")
+    def test_documents_stay_apart(self, name):
+        self.check_isolation(*stored_and_plain("qwen3_5_moe", name, self.folder))
 
     def test_layers_and_experts_that_run_themselves(self):
         """They compute weights again in the backward, and keep none."""
@@ -274,8 +302,9 @@ class AdaptersTest(StoredWeightsTestCase):
         self.assertNotIn(layer.weight.shape, kept)
         self.assertNotIn(layer.weight.shape[::-1], kept)
 
-    def test_two_processes(self):
-        write(builtin_model("qwen3_5_moe"), self.folder, "gptq_order")
+    @shows_for_each(["fp8_rows", "w4a16", "nvfp4", "gptq_order"], "DDP")
+    def test_two_processes(self, name):
+        write(builtin_model("qwen3_5_moe"), self.folder, name)
         (first, stored), (second, _) = run_processes(gradients_under_ddp, 2, self.folder)
         self.assertGreater(stored, 10)
         alone = []

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from unittest import mock
 
 import torch
+from common.shown import shows
 from mixins.lora import randomized
 from mixins.model import packed_batch, total_relative_error
 from mixins.patch import builtin_model, on_a_gpu
@@ -94,6 +95,7 @@ class ModelTest(unittest.TestCase):
         _used.clear()
         self.model = stored(patch_model(builtin_model("qwen3_5")))
 
+    @shows("torchao", "LoRA of linear layers")
     def test_without_products_in_float8(self):
         """The fused layers compute what torchao's own forward does."""
         plain = adapted(dequantized(self.model))
@@ -111,6 +113,7 @@ class ModelTest(unittest.TestCase):
             self.assertEqual(gradients.keys(), expected[1].keys())
             self.assertLess(total_relative_error(gradients, expected[1]), 1e-5)
 
+    @shows("torchao", "FP8 products (`--float8`)")
     def test_products_in_float8(self):
         expected = run(adapted(dequantized(self.model)))
         plain = total_relative_error(run(adapted(use_float8(dequantized(self.model), inside)))[1], expected[1])

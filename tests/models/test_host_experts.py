@@ -11,6 +11,7 @@ from common.blocks import stored_and_plain
 from common.late_experts import copied_on_a_cpu
 from common.processes import run_processes
 from common.sharded import batch, wrapped_by
+from common.shown import shows_for_each
 from mixins.lora import randomized
 from mixins.model import packed_batch
 from mixins.patch import CONFIGS, builtin_model
@@ -22,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers_packed import keep_experts_in_host_memory, patch_model, unpatch_model, use_cuda_graphs
 from transformers_packed.models import cuda_graphs, host_parameters
 from transformers_packed.models import experts as our_experts
-from transformers_packed.models.checkpoint_formats import PackedWeight
+from transformers_packed.models.checkpoint_formats import Blocks, PackedWeight
 from transformers_packed.models.experts import is_known
 from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.host_experts import bytes_in_host_memory, experts_in_host_memory
@@ -33,9 +34,15 @@ from transformers_packed.training.restore import in_dtype
 
 
 LAYERS = ["q_proj", "o_proj", "out_proj"]
-KINDS = ["float32", "bfloat16", "nvfp4", "int4", "fp8", "nf4"]
+KINDS = ["float32", "bfloat16", "nvfp4", "awq", "fp8", "nf4"]
 ROWS = [[torch.arange(1 + i, n + i) for n in lengths] for i, lengths in enumerate(((9, 30, 2), (17,), (3, 4, 5, 6)))]
-PACKED = {"nvfp4": {"divided": True, "parts": 2}, "int4": {"zero": True}}
+PACKED = {
+    "nvfp4": ("nvfp4", {"divided": True, "parts": 2}),
+    "awq": ("int4", {"zero": True, "rounded": torch.float16}),
+    "w4a16": ("int4", {}),
+    "w8a16": ("int8", {}),
+    "gptq_order": ("int4", {"zero": True, "rounded": torch.float16, "ordered": True, "parts": 2}),
+}
 
 
 def experts_of(model):
@@ -59,7 +66,14 @@ def mixture(family="qwen3_5_moe", kind="float32", adapters=True, experts=True):
             if kind == "bfloat16":
                 weight.data = weight.data.bfloat16()
             elif kind in PACKED:
-                stored = PackedWeight(random_groups(kind, weight.shape, 16, **PACKED[kind]), torch.float32)
+                code, options = PACKED[kind]
+                stored = PackedWeight(random_groups(code, weight.shape, 16, **options), torch.float32)
+                module._parameters[name] = torch.nn.Parameter(stored, requires_grad=False)
+            elif kind == "fp8_rows":
+                weight = weight.detach()
+                scale = weight.abs().amax(-1, keepdim=True) / 448
+                values = (weight / scale).to(torch.float8_e4m3fn)
+                stored = PackedWeight(Blocks(values, scale, (1, weight.shape[-1]), torch.float32), torch.float32)
                 module._parameters[name] = torch.nn.Parameter(stored, requires_grad=False)
             elif kind == "nf4":
                 set_weights(module, name, ExpertsIn4bit.of(weight.data, "nf4", True))
@@ -97,9 +111,11 @@ class HostExpertsTestCase(unittest.TestCase):
 
 
 class TrainingTest(HostExpertsTestCase):
-    @parameterized.expand(
+    @shows_for_each(
         [(kind, "qwen3_5_moe", again) for kind in KINDS for again in (False, True)]
-        + [("float32", family, True) for family in ("qwen3_next", "kimi_linear", "qwen4_exp")]
+        + [(kind, "qwen3_5_moe", False) for kind in ("fp8_rows", "w4a16", "w8a16", "gptq_order")]
+        + [("float32", family, True) for family in ("qwen3_next", "kimi_linear", "qwen4_exp")],
+        "experts in host memory",
     )
     def test_changes_no_bit(self, kind, family, checkpointing):
         model = mixture(family, kind)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common.processes import FSDP_ON_CPU, run_processes, run_script
+from common.shown import shows
 from mixins.kept_head import KeptHeadMixin, head_of
 from parameterized import parameterized
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -120,6 +121,7 @@ class QuantizedTest(KeptHeadMixin):
         return model.merge_and_unload()
 
     @parameterized.expand([("dense", "dense", True), ("experts", "split", False), ("experts", "stacked", True)])
+    @shows("fp4", "a head of multi-token prediction is kept")
     def test_merged(self, kind, layout, patched):
         self.merged(kind, layout, patched).save_pretrained(self.folder / "target")
         model = self.check(self.folder / "target", layout)

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from unittest import mock
 
 import torch
+from common.shown import shows
 from mixins.model import packed_batch, total_relative_error
 from parameterized import parameterized
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -155,6 +156,7 @@ class FusedQuantizedLayersTest(QuantizationTest):
         return full
 
     @parameterized.expand([("loaded", False, True), ("patched", True, False)])
+    @shows("nf4", "LoRA of linear layers")
     def test_is_not_worse_than_peft(self, how, autocast, prepare):
         cls = Qwen3_5ForCausalLM if how == "loaded" else builtin.Qwen3_5ForCausalLM
         model = self.load(cls) if how == "loaded" else patch_model(self.load(cls))

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from common.processes import run_processes
 from common.sharded import batch, wrapped_by
+from common.shown import shows, shows_for_each
 from mixins.model import packed_batch, relative_error, total_relative_error
 from parameterized import parameterized
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
@@ -169,7 +170,7 @@ class QuantizedExpertsTestCase(unittest.TestCase):
 
 @unittest.skipUnless(HAS_BITSANDBYTES, "needs bitsandbytes")
 class LoadingTest(QuantizedExpertsTestCase):
-    @parameterized.expand(CASES)
+    @shows_for_each(CASES, "dequantized to the bits of the library")
     def test_values_of_bitsandbytes(self, _, family, kind, double):
         model = self.load(family, config=four_bit(kind, double))
         for weights, original in zip(weights_of(model), weights_of(source(family)), strict=True):
@@ -206,7 +207,7 @@ class LoadingTest(QuantizedExpertsTestCase):
                     self.assertTrue(torch.equal(getattr(module, name), getattr(original, name)))
             self.assertTrue(any(isinstance(module, Linear4bit) for module in model.modules()))
 
-    @parameterized.expand(CASES[:1])
+    @shows_for_each(CASES[:1], "`save_pretrained` of the base")
     def test_saved_and_loaded_again(self, _, family, kind, double):
         model = self.load(family, config=four_bit(kind, double))
         model.save_pretrained(self.folder / "again")
@@ -237,7 +238,7 @@ class LoadingTest(QuantizedExpertsTestCase):
 
 @unittest.skipUnless(HAS_BITSANDBYTES, "needs bitsandbytes")
 class TrainingTest(QuantizedExpertsTestCase):
-    @parameterized.expand(CASES[1:])
+    @shows_for_each(CASES[1:], "LoRA of experts", "a packed row equals its documents")
     def test_equals_peft_with_the_stock_class(self, _, family, kind, double):
         model = self.load(family, config=four_bit(kind, double))
         stock = adapted(self.stock(family, model))
@@ -253,6 +254,7 @@ class TrainingTest(QuantizedExpertsTestCase):
         self.assertEqual(ours.keys(), theirs.keys())
         self.assertLess(total_relative_error(ours, theirs), 1e-5)
 
+    @shows("nf4", "gradient checkpointing")
     def test_prepared_with_gradient_checkpointing(self):
         model = self.load("qwen3_next", dtype=torch.bfloat16)
         options = {"use_gradient_checkpointing": False}
@@ -264,6 +266,7 @@ class TrainingTest(QuantizedExpertsTestCase):
         self.assertEqual(self.names, ["lora"] * 4)
         self.assertTrue(all(in_4_bit(model)))
 
+    @shows("nf4", "an adapter is saved and loaded", "an adapter is merged into dequantized weights")
     def test_merging(self):
         model = adapted(self.load("qwen3_next"))
         expected, _ = step(model)
@@ -298,6 +301,7 @@ class TrainingTest(QuantizedExpertsTestCase):
             torch.optim.SGD(weights_of(model), 0.1).step()
         self.assertTrue(all(map(torch.equal, before, (weights.packed for weights in weights_of(model)))))
 
+    @shows("nf4", "DDP")
     def test_two_processes(self):
         (first, stored), (second, _) = run_processes(ddp, 2, family := "qwen3_5_moe")
         self.assertEqual(stored, [True] * 4)
@@ -365,6 +369,7 @@ class PatchTest(QuantizedExpertsTestCase):
 
 class Float8Test(QuantizedExpertsTestCase):
     @unittest.skipUnless(find_spec("torchao"), "needs torchao")
+    @shows("torchao", "LoRA of experts", "a packed row equals its documents")
     def test_torchao(self):
         config = Float8WeightOnlyConfig()
         config = TorchAoConfig(FqnToConfig({"re:.*experts[.](gate_up|down)_proj": config}))

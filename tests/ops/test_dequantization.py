@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 from common.fused import guarded_buffers
+from common.shown import shows
 from mixins.triton import InterpretedKernelsTest, bad_input_tests
 from parameterized import parameterized
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -129,6 +130,7 @@ class RowsTest(DequantizationTestCase):
         [((1, 1), torch.float32), ((3, 7), torch.float16), ((5, 2, 48), torch.bfloat16)]
         + [((4, 3, 2500), torch.bfloat16), ((2, 4096), torch.float16), ((0, 5, 16), torch.float32)]
     )
+    @shows("torchao", "dequantized to the bits of the library")
     def test_bits_of_torchao(self, shape, dtype):
         weights = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         stored = Float8Tensor.from_hp(weights, granularity=PerRow())

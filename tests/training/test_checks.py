@@ -9,7 +9,9 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from common.checkpoints import FORMATS
 from common.families import tiny_model
+from common.shown import shows_for_each
 from datasets import Dataset
 from mixins.configure import ConfigureTestCase, llama, said
 from mixins.patch import snapshot
@@ -32,6 +34,7 @@ from transformers_packed import (
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.errors import first_error
 from transformers_packed.models import verdict
+from transformers_packed.models.checkpoint_formats import stored_weight
 from transformers_packed.models.host_experts import experts_in_host_memory
 from transformers_packed.models.releases import IGNORED_BY_DDP
 from transformers_packed.models.versions import supports_other_families
@@ -168,11 +171,18 @@ class ReasonsTest(ConfigureTestCase):
                     said(configure_packing, trainer)
                     self.assertTrue(trainer.args.padding_free)
 
-    @parameterized.expand(["is_fsdp_enabled", "is_deepspeed_enabled"])
-    def test_weights_in_float8_that_would_be_cast(self, shards):
+    @shows_for_each(
+        [("fp8", "is_fsdp_enabled"), ("fp8", "is_deepspeed_enabled")] + [(x, "is_fsdp_enabled") for x in FORMATS],
+        "FSDP, DeepSpeed",
+        says="error",
+    )
+    def test_weights_in_fewer_bits_that_would_be_cast(self, kind, shards):
         trainer = self.trainer()
         layer = next(x for x in trainer.model.modules() if isinstance(x, torch.nn.Linear))
-        layer.weight = torch.nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+        weight = layer.weight.data.to(torch.float8_e4m3fn)
+        if kind in FORMATS:
+            weight = stored_weight(FORMATS[kind][0](layer.weight.data)[0], FORMATS[kind][1], torch.float32)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
         setattr(trainer, shards, True)
         self.check(trainer, "weight in fewer bits, which FSDP and DeepSpeed cast without its scales")
 

@@ -13,6 +13,7 @@ from accelerate.data_loader import DataLoaderShard
 from common.families import tiny_model
 from common.late_copies import on_a_cpu
 from common.processes import FSDP_ON_CPU
+from common.shown import shows
 from datasets import Dataset
 from mixins.configure import UPDATE_BAR, ConfigureTestCase, llama, said, train_configured
 from mixins.model import total_relative_error
@@ -97,6 +98,7 @@ class SameTrainingTest(ConfigureTestCase):
             self.assertLessEqual(FIGURES | {"rank_imbalance"}, set(results[arm]["log"][-1]))
 
     @pytest.mark.slow
+    @shows("torchao", "DDP")
     def test_weights_in_float8_in_two_processes(self):
         """DDP leaves them as they are: no backend sends all of their dtypes."""
         results = []
