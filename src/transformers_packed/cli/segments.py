@@ -14,9 +14,9 @@ from ..data.records.samples import Samples
 from ..data.trees import nodes_of
 from ..models.checkpoint_kinds import stored_as
 from ..models.families import sizes_of
-from ..models.memory import FULL, HALF, Lora
+from ..models.memory import HALF, WIDTHS, Lora
 from ..models.optimizers import OPTIMIZERS, dtype_of_weights
-from ..ops.offload import SMALLEST_UNASKED
+from ..ops.offload import SMALLEST_UNASKED, free_device_memory
 from .lines import say
 from .options import AUTO
 
@@ -41,7 +41,7 @@ def chosen_segments(
     sizes, parameters = sizes_of(config), Parameters.of(config, mtp)
     on_host = settings.experts_in_host_memory
     lora = Lora(settings.lora_rank * settings.lora, settings.experts, stored_as(config), settings.mtp_only, on_host)
-    width = {"bfloat16": HALF, "float32": FULL}[dtype_of_weights(settings.optim, settings.lora)]
+    width = WIDTHS[dtype_of_weights(settings.optim, settings.lora)]
     processes, rows = int(os.environ.get("WORLD_SIZE", 1)), settings.gradient_accumulation_steps
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     # DDP keeps all gradients in its buckets, as a step of several rows does.
@@ -80,4 +80,4 @@ def _available(device: torch.device) -> int | None:
     """Bytes of a GPU that no other process uses. Those of the model are among them, if it is there already."""
     if device.type != "cuda":
         return None
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return free_device_memory(device) + torch.cuda.memory_allocated(device)

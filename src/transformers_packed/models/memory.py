@@ -23,6 +23,7 @@ from .sizes import Attention, DeltaRule, Experts, Layer, Sizes
 
 # Bytes per value.
 HALF, FULL = 2, 4
+WIDTHS = {"bfloat16": HALF, "float32": FULL}
 # The kernels for experts fill the rank of adapters up to a power of two from this one on.
 _LEAST_RANK = 16
 

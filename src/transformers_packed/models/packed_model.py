@@ -182,8 +182,9 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
             if beside:
                 from ..ops.offload import HostCheckpoints
 
-                # The buffers are used again.
-                needed = partial(_bytes_of_moments, weakref.ref(self)) if offload == "auto" else None
+                # The buffers are used again, and must not keep the model.
+                model = weakref.ref(self)
+                needed = (lambda: bytes_of_moments(model())) if offload == "auto" else None
                 if copies is None or copies.automatic != (offload == "auto"):
                     copies = HostCheckpoints(needed)
                 vars(self)[_COPIES] = copies
@@ -227,10 +228,10 @@ def bytes_on_host(model: torch.nn.Module) -> int:
     return sum(copies.bytes for copies in found if copies is not None)
 
 
-def _bytes_of_moments(model: "weakref.ref[torch.nn.Module]") -> int:
-    """Return the bytes of two moments of each trained parameter, which an optimizer may still need."""
-    parameters = [] if (found := model()) is None else [x for x in found.parameters() if x.requires_grad]
-    return 2 * sum(x.numel() * x.element_size() for x in parameters)
+def bytes_of_moments(model: torch.nn.Module | None) -> int:
+    """Return the bytes of two moments of each trained parameter, which AdamW has from the first step on."""
+    parameters = () if model is None else model.parameters()
+    return 2 * sum(x.numel() * x.element_size() for x in parameters if x.requires_grad)
 
 
 def _without_reentrant(options: dict[str, Any], name: str) -> dict[str, Any]:

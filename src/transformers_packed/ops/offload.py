@@ -112,6 +112,12 @@ def all_checkpoints() -> AbstractContextManager:
     return swapped(globals(), _SMALLEST=0, SMALLEST_UNASKED=0)
 
 
+def free_device_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU that are free, or reserved by this process and not allocated."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
 def free_host_memory() -> int:
     """Return the bytes of host memory that are free, within the limit of the container."""
     free = psutil.virtual_memory().available
@@ -180,8 +186,7 @@ class Copies:
 
     def room(self) -> int:
         """Bytes of the device that are free, or reserved and not used."""
-        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return torch.cuda.mem_get_info(self.device)[0] + unused
+        return free_device_memory(self.device)
 
     def now(self) -> Any:
         """Return an event of the compute stream."""

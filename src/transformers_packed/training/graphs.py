@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..data.planning.memory import FILLED
+from ..data.planning.memory import FILLED, gib
 from ..errors import described
 from ..models.cuda_graphs import records_graphs, share_of_attention, text_models_of, use_cuda_graphs
-from ..models.packed_model import bytes_on_host
+from ..models.packed_model import bytes_of_moments, bytes_on_host
 
 
 _REPEATS = 5
@@ -22,7 +22,6 @@ _LAUNCHES, _REST = 1.25, 0.2
 _IN_TIME = 2
 # Measured rows have documents of equal length, and real ones have long documents too, which gain outside of graphs.
 _NOISE = 1.05
-_GIB = 2**30
 
 
 def choose_graphs(
@@ -87,15 +86,13 @@ def _choose(model, max_length, run, run_short, run_longest, others, step_per_row
     host *= step_per_row
     if host < plain:
         return False, f"a row takes the GPU {plain:.0f} ms and the host about {host:.0f} ms"
-    # AdamW has two moments for each trained parameter, which exist from the first step on.
-    moments = 2 * sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
     kept, step = _memory(run_longest)
     free, total = torch.cuda.mem_get_info()
-    room = min(FILLED * total - kept, free) - moments - step
+    room = min(FILLED * total - kept, free) - bytes_of_moments(model) - step
     # The graphs keep the activations and gradients of a step, also those that are in host memory without graphs.
     needed = step + bytes_on_host(model)
     if needed > room:
-        return False, f"graphs may need {needed / _GIB:.1f} GiB, and {max(room, 0) / _GIB:.1f} GiB are free"
+        return False, f"graphs may need {gib(needed)} GiB, and {gib(max(room, 0))} GiB are free"
     found = _fastest_graphs(model, max_length, run, _IN_TIME * share_of_attention(model) * host, known)
     if found is None:
         return False, "the layers cannot run as graphs"
@@ -108,8 +105,8 @@ def _choose(model, max_length, run, run_short, run_longest, others, step_per_row
         record()
     pool = _memory(run)[0] - kept
     if pool >= room:
-        return False, f"graphs keep {pool / _GIB:.1f} GiB, and {room / _GIB:.1f} GiB are free"
-    return True, f"{gain}; the graphs keep {pool / _GIB:.1f} GiB"
+        return False, f"graphs keep {gib(pool)} GiB, and {gib(room)} GiB are free"
+    return True, f"{gain}; the graphs keep {gib(pool)} GiB"
 
 
 def _fastest_graphs(model, max_length, run, in_time: float, known: float) -> tuple[float, str] | None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from ...errors import Rule, count, first_error, input_error
 from ...models.checkpoint_kinds import stored_as
 from ...models.families import sizes_of
-from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, Lora, way_of_attention
+from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, WIDTHS, Lora, way_of_attention
 from ...models.memory import experts_in_host_memory as bytes_on_host
 from ...models.mtp_head import check_declared
 from ...models.optimizers import DEFAULT, OPTIMIZERS, check_optimizer
@@ -27,8 +27,6 @@ from .step_memory import Parameters, StepMemory, checkpointed_layers, is_sharded
 
 
 _GIB, _MIB = 2**30, 2**20
-# Bytes of a parameter.
-_WIDTHS = {"bfloat16": HALF, "float32": FULL}
 _WAYS = "without gradient checkpointing", "with gradient checkpointing", "with offload"
 # The rest of the memory is reserved for allocator fragmentation, CUDA and NCCL.
 FILLED = 0.9
@@ -152,7 +150,7 @@ class SequenceParallelPlan:
             where, gathered = "Not sharded, on each GPU", []
             transfers = f"DDP transfers per GPU: {_mib(2 * need.gradients * share)} MiB of gradients"
         if need.experts_on_host:
-            two = bytes_on_host(sizes, _WIDTHS[self.weights], self.lora)[1]
+            two = bytes_on_host(sizes, WIDTHS[self.weights], self.lora)[1]
             gathered = [
                 f"Experts: {gib(need.experts_on_host)} GiB of host memory for each GPU, which has {gib(two)} GiB of them at a time"
             ]
@@ -289,7 +287,7 @@ def plan_sequence_parallel(
     sizes = sizes_of(config, "Train this model without sequence parallelism.")
     positive = {"max_length": max_length, "gpus": gpus, "memory": memory, "gradient_accumulation_steps": rows}
     rules = (
-        (weights not in _WIDTHS, 'weights "bfloat16" or "float32"', repr(weights), ""),
+        (weights not in WIDTHS, 'weights "bfloat16" or "float32"', repr(weights), ""),
         *((not value > 0, f"{name} above 0", value, "") for name, value in positive.items()),
         *_of_adapters(config, sizes, lora, load_in_4bit),
     )
@@ -305,7 +303,7 @@ def plan_sequence_parallel(
     parameters = Parameters.of(config, mtp)
 
     def need(size: int, every_n_layers: int, offload: bool, segment: int | None = segment_tokens) -> StepMemory:
-        given = sizes, parameters, max_length, size, gpus, _WIDTHS[weights]
+        given = sizes, parameters, max_length, size, gpus, WIDTHS[weights]
         checkpointed = checkpointed_layers(config, every_n_layers, mtp)
         options = offload, attention, lora, adamw, rows, expert_parallel, keep_attention, segment
         return step_memory(*given, checkpointed, *options)
