@@ -53,22 +53,10 @@ def run(args: argparse.Namespace) -> None:
     if (stored := stored_as(config)) and not rank and not args.mtp_only:
         expected, got = "a checkpoint in 16 or 32 bit", f"one in {stored.title}"
         raise input_error(expected, got, "Add --lora: its weights stay as they are.", option="--model")
-    plan = plan_sequence_parallel(
-        config,
-        args.row_length,
-        args.gpus,
-        args.gpu_memory,
-        weights=args.weights or dtype_of_weights(args.optim, args.lora),
-        lora_rank=rank,
-        lora_experts=args.experts,
-        load_in_4bit=args.load_in_4bit,
-        optimizer=args.optim,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        expert_parallel=args.expert_parallel,
-        mtp=args.mtp,
-        mtp_only=args.mtp_only,
-        keep_attention=args.keep_attention,
-        segment_tokens=args.segment_tokens,
-        experts_in_host_memory=args.experts_in_host_memory,
+    names = (
+        "load_in_4bit gradient_accumulation_steps expert_parallel mtp mtp_only keep_attention segment_tokens".split()
     )
-    print(plan.summary())
+    options = {name: getattr(args, name) for name in (*names, "experts_in_host_memory")}
+    options |= {"lora_rank": rank, "lora_experts": args.experts, "optimizer": args.optim}
+    options["weights"] = args.weights or dtype_of_weights(args.optim, args.lora)
+    print(plan_sequence_parallel(config, args.row_length, args.gpus, args.gpu_memory, **options).summary())
