@@ -9,7 +9,7 @@ from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
 from transformers_packed.ops import cross_entropy, linear_cross_entropy
-from transformers_packed.ops.cross_entropy import TargetCount, _torch_softmax_step
+from transformers_packed.ops.cross_entropy import TargetCount, _torch_softmax_step, by_chunks
 
 
 def make(dtype=torch.float32, ignored=True):
@@ -164,7 +164,7 @@ class DefaultChunksTest(unittest.TestCase):
 
             with (
                 mock.patch.multiple(cross_entropy, CHUNK_SIZE=6, FROZEN_CHUNK_SIZE=4),
-                mock.patch.object(cross_entropy, "_torch_softmax_step", step),
+                mock.patch.dict(cross_entropy.IMPLEMENTATIONS, by_chunks(cross_entropy._chunked, {}, (step,), None)),
             ):
                 linear_cross_entropy(
                     hidden[:13], weight.requires_grad_(trained), labels[:13].clamp_min(0), impl="torch"

@@ -13,7 +13,7 @@ starts a [`TargetCount`] before its layers does not wait for them.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -186,16 +186,6 @@ def _reference(
     return total / _like(items, total), losses.detach().float()
 
 
-def _torch(*args, **kwargs):
-    return _chunked((_torch_softmax_step, torch_scaled), *args, **kwargs)
-
-
-def _triton(*args, **kwargs):
-    from .backends.triton.cross_entropy import scaled, softmax_minus_target
-
-    return _chunked((softmax_minus_target, scaled), *args, **kwargs)
-
-
 def _chunked(
     steps, hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, num_targets,
     token_weights, return_losses, chunk_size,
@@ -365,11 +355,21 @@ def torch_scaled(x, factor, dtype):
     return torch.mul(x, factor, out=x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype))
 
 
-IMPLEMENTATIONS = {
-    "triton": Implementation(_triton, lambda hidden_states, *_, **__: triton.verify(hidden_states)),
-    "torch": Implementation(_torch),
-    "reference": Implementation(_reference),
-}
+def by_chunks(run: Callable, kernels: dict[str, str], steps: tuple, reference: Callable) -> dict[str, Implementation]:
+    """Return the table of an op of a head that runs on chunks of logits: `run` with kernels, or with PyTorch's steps.
+
+    The last step is that of [`HeadGradients.scaled`]. `kernels` are the others by name, with the files that have them.
+    """
+    launched = (*(triton.late(file, name) for name, file in kernels.items()), triton.late("cross_entropy", "scaled"))
+    return {
+        "triton": Implementation(partial(run, launched), lambda hidden_states, *_, **__: triton.verify(hidden_states)),
+        "torch": Implementation(partial(run, (*steps, torch_scaled))),
+        "reference": Implementation(reference),
+    }
+
+
+_KERNELS = {"softmax_minus_target": "cross_entropy"}
+IMPLEMENTATIONS = by_chunks(_chunked, _KERNELS, (_torch_softmax_step,), _reference)
 
 
 def example(setting: Setting) -> dict[str, Call]:

@@ -29,9 +29,8 @@ import torch.nn.functional as F
 
 from ..errors import input_error, shapes
 from .autograd import compute_dtype, first_order, retains_graph
-from .backends import triton
-from .cross_entropy import HeadGradients, add_product, places, torch_scaled
-from .dispatch import Implementation, run
+from .cross_entropy import HeadGradients, add_product, by_chunks, places
+from .dispatch import run
 from .logps import linear_logps
 from .norm import widened
 
@@ -295,18 +294,7 @@ def _reference(_, student: _Head, teacher: _Head, beta: float, chunk_size: int):
     return losses.sum(), torch.special.entr(q.detach().exp()).sum(-1)
 
 
-def _torch(_, *call):
-    return _chunked((_torch_step, torch_scaled), *call)
-
-
-def _triton(_, *call):
-    from .backends.triton.cross_entropy import scaled
-    from .backends.triton.divergence import divergence
-
-    return _chunked((divergence, scaled), *call)
-
-
-def _chunked(steps, student: _Head, teacher: _Head, beta: float, chunk_size: int):
+def _chunked(steps, _, student: _Head, teacher: _Head, beta: float, chunk_size: int):
     # Gradients are always disabled inside a forward, which has to know whether they are needed.
     options = steps, beta, chunk_size, torch.is_grad_enabled()
     return _LinearDivergence.apply(student.hidden_states, student.weight, student.bias, student, teacher, options)
@@ -380,8 +368,4 @@ def _terms(logps: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return logps.exp() * (logps - others).masked_fill(logps == -math.inf, 0)
 
 
-IMPLEMENTATIONS = {
-    "triton": Implementation(_triton, lambda hidden_states, *_, **__: triton.verify(hidden_states)),
-    "torch": Implementation(_torch),
-    "reference": Implementation(_reference),
-}
+IMPLEMENTATIONS = by_chunks(_chunked, {"divergence": "divergence"}, (_torch_step,), _reference)

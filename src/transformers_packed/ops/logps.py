@@ -24,9 +24,8 @@ import torch.nn.functional as F
 
 from ..errors import input_error, shapes
 from .autograd import compute_dtype, first_order, retains_graph
-from .backends import triton
-from .cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE, HeadGradients, torch_scaled
-from .dispatch import Implementation, run
+from .cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE, HeadGradients, by_chunks
+from .dispatch import run
 from .norm import widened
 
 
@@ -153,17 +152,6 @@ def _reference(hidden_states, weight, targets, bias, rows, *, temperature, ignor
         entropies = -(logps.exp() * logps.clamp_min(_LOWEST)).sum(-1).masked_fill(ignored, 0)
     tops = (logits.argmax(-1) == targets) & ~ignored if is_top1 else None
     return found.masked_fill(ignored, 0), entropies, tops
-
-
-def _torch(*args, **kwargs):
-    return _chunked((_torch_statistics, _torch_gradient, torch_scaled), *args, **kwargs)
-
-
-def _triton(*args, **kwargs):
-    from .backends.triton.cross_entropy import scaled
-    from .backends.triton.logps import overwrite_with_gradient, statistics
-
-    return _chunked((statistics, overwrite_with_gradient, scaled), *args, **kwargs)
 
 
 class _Pairs(NamedTuple):
@@ -354,8 +342,5 @@ def _torch_gradient(chunk, pairs, temperature, totals, logps, entropies, upstrea
     chunk.logits.copy_(gradient.div_(temperature))
 
 
-IMPLEMENTATIONS = {
-    "triton": Implementation(_triton, lambda hidden_states, *_, **__: triton.verify(hidden_states)),
-    "torch": Implementation(_torch),
-    "reference": Implementation(_reference),
-}
+_KERNELS = {"statistics": "logps", "overwrite_with_gradient": "logps"}
+IMPLEMENTATIONS = by_chunks(_chunked, _KERNELS, (_torch_statistics, _torch_gradient), _reference)
