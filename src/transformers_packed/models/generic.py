@@ -21,19 +21,18 @@ from typing import Any
 
 import torch
 import transformers
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..boundaries import FLASH_KEYWORDS, LAYER_KEYWORDS, PACKING_KEYWORDS, SequenceBoundaries
 from ..errors import input_error
 from ..foreign import swapped
 from ..ops.dispatch import observable, ran
-from ..ops.per_document import per_document
 from .families import (
     LANGUAGE_MODELS,
     OWN,
@@ -54,14 +53,12 @@ from .inputs import (
     tokens_of,
 )
 from .mixers import ROWS
+from .on_documents import by_row, on_documents
 from .packed_model import PackedModelMixin
 from .releases import CHECKPOINTS, FLEX, class_names
 from .replacements import REPLACEMENTS
-from .untouched import gathers_weights
 from .versions import CACHE, CACHES, check_other_families, outside
 
-
-logger = logging.get_logger(__name__)
 
 _NO_TEXT = ("VisionModel", "AudioModel")
 # Prefixes of arguments that packed rows of text do not support.
@@ -368,65 +365,16 @@ def _run_unpacked(model, forward: Callable, boundaries: SequenceBoundaries, inpu
 
     def run(**batch: Any) -> dict[str, Any]:
         outputs = forward(model, return_dict=True, **batch)
-        fields, without_rows = _by_row(outputs, batch["inputs_embeds"].shape[:2])
+        fields, without_rows = by_row(outputs, batch["inputs_embeds"].shape[:2])
         forms.append((type(outputs), without_rows))
         return fields
 
     with _boundaries_set_to(None):
-        fields = _on_documents(run, model, inputs, boundaries)
+        fields = on_documents(run, model, inputs, boundaries)
     make, without_rows = forms[0]
     for name in without_rows:
         fields[name] = tree_map_only(torch.Tensor, lambda x: x[0], fields[name])
     return make(**fields).to_tuple() if as_tuple else make(**fields)
-
-
-def _on_documents(run: Callable, module, arguments: dict[str, Any], boundaries: SequenceBoundaries) -> Any:
-    """Return what `run` returns for a row, from calls with right-padded batches of documents in place of its tensors."""
-    row = (1, boundaries.total_length)
-    leaves, structure = tree_flatten(arguments)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.shape[:2] == row]
-    structures = []
-
-    def on_batches(*batches: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        filled = list(leaves)
-        for place, batch in zip(places, batches, strict=True):
-            filled[place] = batch
-        outputs, form = tree_flatten(run(**tree_unflatten(filled, structure)))
-        structures.append(form)
-        return tuple(outputs)
-
-    rows = [leaves[place] for place in places]
-    outputs = per_document(on_batches, *rows, boundaries=boundaries, once=_runs_once(module))
-    return tree_unflatten(list(outputs), structures[0])
-
-
-def _runs_once(module: torch.nn.Module) -> bool:
-    """Whether a module must run once for each row, so that all processes call its parts equally often."""
-    once = any(map(gathers_weights, module.children()))
-    if once:
-        logger.warning_once(
-            f"{type(module).__name__} pads the documents of a row to the longest one, because each call of its parts "
-            "gathers weights from all processes. Put documents of similar length into a row."
-        )
-    return once
-
-
-def _by_row(outputs: ModelOutput, batch: torch.Size) -> tuple[dict[str, Any], list[str]]:
-    """Return the outputs but the cache, each with tensors `[B, T, ...]`, and the names of those that were `[B * T, ...]`."""
-    fields, without_rows = {}, []
-    for name, value in outputs.items():
-        if name == CACHE:
-            continue
-        shapes = {x.shape for x in tree_leaves(value) if x is not None}
-        if any(shape[:2] != batch and shape[0] == batch.numel() for shape in shapes):
-            # Router outputs have one dimension for all tokens of the batch.
-            without_rows.append(name)
-            value = tree_map_only(torch.Tensor, lambda x: x.unflatten(0, batch), value)
-        elif any(shape[:2] != batch for shape in shapes):
-            expected = f"a packed row without {name}, which has no entry per token"
-            raise input_error(expected, f"shapes {[tuple(shape) for shape in shapes]}", "Use a padded batch.")
-        fields[name] = value
-    return fields, without_rows
 
 
 def mixer_class(builtin: type[torch.nn.Module], mixer: Mixer) -> type:
@@ -513,7 +461,7 @@ def _on_each_document(module, forward: Callable, mixer: Mixer, arguments: dict[s
             return outputs
         return tuple(output if i in mixer.outputs else None for i, output in enumerate(outputs))
 
-    return _on_documents(run, module, arguments, boundaries)
+    return on_documents(run, module, arguments, boundaries)
 
 
 def _causal_mask(module: torch.nn.Module, hidden_states: torch.Tensor) -> Any:

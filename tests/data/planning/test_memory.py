@@ -31,7 +31,8 @@ from transformers import (
 
 from transformers_packed import DataCollatorWithFlattening, add_mtp, keep_experts_in_host_memory, registered
 from transformers_packed.cli.finetune import untrained_model, with_adapters
-from transformers_packed.data.planning.memory import exchanges, plan_sequence_parallel
+from transformers_packed.data.planning.exchanges import exchanges
+from transformers_packed.data.planning.memory import plan_sequence_parallel
 from transformers_packed.data.planning.step_memory import Parameters, checkpointed_layers, step_memory
 from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.families import SIZED, sizes_of

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from ...errors import Rule, count, first_error, input_error
 from ...models.checkpoint_kinds import stored_as
 from ...models.families import sizes_of
-from ...models.memory import ALL_TRAINED, FULL, HALF, NF4, WIDTHS, Lora, way_of_attention
+from ...models.memory import ALL_TRAINED, HALF, NF4, WIDTHS, Lora, way_of_attention
 from ...models.memory import experts_in_host_memory as bytes_on_host
 from ...models.mtp_head import check_declared
 from ...models.optimizers import DEFAULT, OPTIMIZERS, check_optimizer
@@ -22,6 +22,7 @@ from ...models.sizes import Sizes
 from ...ops.moe import MAX_RANK
 from ...parallel.groups import check_methods
 from ...parallel_methods import AttentionMethod, DeltaRuleMethod
+from .exchanges import exchanges
 from .segments import choose_segment
 from .step_memory import Parameters, StepMemory, checkpointed_layers, is_sharded, step_memory
 
@@ -30,24 +31,6 @@ _GIB, _MIB = 2**30, 2**20
 _WAYS = "without gradient checkpointing", "with gradient checkpointing", "with offload"
 # The rest of the memory is reserved for allocator fragmentation, CUDA and NCCL.
 FILLED = 0.9
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Data that each GPU receives in the forward of one layer. Backward receives the same amount.
-
-    Args:
-        layers (`int`):
-            The number of layers with this exchange.
-        name (`str`):
-            The exchanged data.
-        bytes (`float`):
-            Bytes per layer.
-    """
-
-    layers: int
-    name: str
-    bytes: float
 
 
 @dataclass(frozen=True)
@@ -439,47 +422,6 @@ def _counts(parameters: Parameters, lora: Lora, quantized: str = "") -> str:
     text += f" and {adapters / 1e6:,.0f} M in adapters" if lora.rank else ""
     alone = ", trained alone" if lora.mtp_only else ""
     return text + (f" and {head / 1e6:,.0f} M in a head of multi-token prediction{alone}" if head else "")
-
-
-def exchanges(
-    config: PreTrainedConfig,
-    max_length: int,
-    size: int,
-    *,
-    gated_delta_rule: str = "state",
-    attention: str | None = None,
-) -> list[Exchange]:
-    """The data that each of `size` GPUs receives in the forward of a row, by kind of layer."""
-    sizes = sizes_of(config)
-    heads, rule = sizes.attention, sizes.delta_rule
-    tokens, others = -(-max_length // size), size - 1
-    full = sum(layer.mixer is heads for layer in sizes.layers)
-    linear = len(sizes.layers) - full
-    # A tensor that is cut over heads instead of tokens: all but 1/P of this GPU's share comes from other GPUs.
-    swapped = tokens * others / size
-    halo = others * (rule.window - 1) * (2 * rule.keys + rule.values) * HALF
-    if gated_delta_rule == "state":
-        states = "states in float32", others * rule.heads * rule.key_dim * (rule.value_dim + rule.key_dim) * FULL
-    else:
-        # The decay of each head is in float32, and the projection for that of each channel is not.
-        decay = HALF * rule.heads * rule.key_dim if rule.by_channel else FULL * rule.heads
-        moved = HALF * (2 * rule.keys + 2 * rule.values + rule.heads) + decay
-        states = "all-to-all over heads", swapped * moved
-    both = heads.dim + heads.value_dim
-    if way_of_attention(heads, size, attention) == "gather":
-        looked = "all keys and values", others * tokens * heads.kv_heads * both * HALF
-    else:
-        shared = heads.heads + max(heads.kv_heads, size)
-        looked = "all-to-all over heads", swapped * shared * both * HALF
-    found = [
-        Exchange(linear, "convolution: preceding tokens", halo),
-        Exchange(linear, f"gated delta rule: {states[0]}", states[1]),
-        Exchange(full, f"attention: {looked[0]}", looked[1]),
-    ]
-    if getattr(config.get_text_config(), "output_router_logits", False):
-        logits = others * tokens * sizes.mixtures[0].number * HALF if sizes.mixtures else 0
-        found.append(Exchange(len(sizes.mixtures), "experts: router logits for the auxiliary loss", logits))
-    return found
 
 
 def _fits(need: StepMemory, memory: float) -> bool:
