@@ -270,11 +270,7 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
     lengths = sample_lengths(dataset)
     _check_documents(plan, slice(0, len(plan.samples)), lengths[plan.samples])
     padded = list_lengths(dataset.data.column("input_ids"))
-    real: np.ndarray | None = None
-    if MASK in dataset.column_names and padded.sum() != lengths.sum():
-        given, real = dataset.data.column(MASK), np.ones(padded.sum(), bool)
-        masks = pa.concat_arrays([chunk.flatten() for chunk in given.chunks]).cast(pa.bool_())
-        real[np.repeat(list_lengths(given) >= 0, padded)] = masks.to_numpy(zero_copy_only=False)
+    real = None if padded.sum() == lengths.sum() else _real_tokens(dataset.data.column(MASK), padded)
     columns = _per_token_columns(dataset, padded)
     values, kinds = {}, {}
     for name, table in columns.items():
@@ -297,6 +293,15 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
         block["seq_lengths"] = pa.ListArray.from_arrays(rows.astype(np.int32), pa.array(sizes))
         blocks.append(pa.table(block))
     return datasets.Dataset(pa.concat_tables(blocks))
+
+
+def _real_tokens(masks: Any, lengths: np.ndarray) -> np.ndarray:
+    """Whether each token of a table is no padding, bool `[tokens]`. All tokens of a sample without a mask are real."""
+    import pyarrow as pa
+
+    given, real = pa.concat_arrays([chunk.flatten() for chunk in masks.chunks]), np.ones(lengths.sum(), bool)
+    real[np.repeat(list_lengths(masks) >= 0, lengths)] = given.cast(pa.bool_()).to_numpy(zero_copy_only=False)
+    return real
 
 
 def _per_token_columns(dataset: Any, lengths: np.ndarray) -> dict[str, Any]:
