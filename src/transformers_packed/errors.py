@@ -51,6 +51,21 @@ def first_error(rules: Iterable[Rule]) -> ValueError | None:
     return None
 
 
+def check_rules(rules: Iterable[Rule]) -> None:
+    """Raise the error of the first rule that applies, if one does.
+
+    Example:
+
+    ```python
+    >>> from transformers_packed.errors import check_rules
+    >>> check_rules([(False, "a list", "a tensor", "")])
+
+    ```
+    """
+    if (error := first_error(rules)) is not None:
+        raise error
+
+
 def unsupported(where: str, what: str, fix: str = "") -> ValueError:
     """Build the `ValueError` for what does not work together, although neither is malformed.
 

@@ -15,7 +15,7 @@ from ..data.dataset import PackingDataset, sampled_lengths
 from ..data.planning.rows import mean_of_longest
 from ..data.samples import DIVIDING_COLUMNS, has_items
 from ..data.streaming import IterablePackingDataset
-from ..errors import Rule, count, first_error, input_error
+from ..errors import Rule, check_rules, count, first_error, input_error
 from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
 from ..models.families import LANGUAGE_MODELS, OWN, families_of, titles
 from ..models.family import Own
@@ -66,9 +66,7 @@ def decide(trainer: Trainer, options: Options) -> Setup:
     """
     options.check()
     facts = Facts.of(trainer, options)
-    error = first_error(_against_options(facts))
-    if error is not None:
-        raise error
+    check_rules(_against_options(facts))
     if options.mode == "off":
         return _off(facts, f"packing={options.packing!r}")
     reason = first_error(chain(against_sharing(facts), reasons_against(facts)))
@@ -364,8 +362,7 @@ def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
     if families_of(inner, Own):
         # A text model inside of a larger one reads its own, and with a cache it would not pack padded batches.
         inner.config.get_text_config().use_cache = use_cache
-    if (reason := first_error([check_cache(inner)])) is not None:
-        raise reason
+    check_rules([check_cache(inner)])
 
 
 # A loss of the user may read the logits from a copy of the output.

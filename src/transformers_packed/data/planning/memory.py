@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
-from ...errors import Rule, count, first_error, input_error
+from ...errors import Rule, check_rules, count, input_error
 from ...models.checkpoint_kinds import stored_as
 from ...models.families import sizes_of
 from ...models.memory import ALL_TRAINED, HALF, NF4, WIDTHS, Lora, way_of_attention
@@ -274,8 +274,7 @@ def plan_sequence_parallel(
         *((not value > 0, f"{name} above 0", value, "") for name, value in positive.items()),
         *_of_adapters(config, sizes, lora, load_in_4bit),
     )
-    if (error := first_error(rules)) is not None:
-        raise error
+    check_rules(rules)
     adamw = check_optimizer(optimizer, "float32" if lora.rank else weights, rows, adapters=lora.rank > 0)
     if mtp:
         check_declared(config, True)
@@ -348,8 +347,7 @@ def _check_spread(
         (uneven, f"expert_parallel that divides {gpus} GPUs and {number} experts", expert_parallel, ""),
         (whole, "expert_parallel=1", f"{expert_parallel} with {whole}", f"Leave {whole} out."),
     )
-    if (error := first_error(rules)) is not None:
-        raise error
+    check_rules(rules)
 
 
 def _divisors(gpus: int, max_length: int, sizes: Sizes, segment_tokens: int | None) -> list[int]:

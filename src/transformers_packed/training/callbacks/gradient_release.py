@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import TrainerCallback, TrainerState
 
-from ...errors import input_error
+from ...errors import check_rules
 from ...models.cuda_graphs import find_text_models
 from ...models.optimizers import EACH_BACKWARD
 from ..optimizers import unwrapped
@@ -87,6 +87,4 @@ class GradientReleaseCallback(TrainerCallback):
             (trainer.accelerator.scaler, "bf16=True", "a scaler of gradients", "Remove fp16=True."),
             (recorded, "layers without CUDA graphs", "recorded layers", graphs),
         )
-        for wrong, expected, got, fix in rules:
-            if wrong:
-                raise input_error(f"{expected} for gradient release", got, fix)
+        check_rules((wrong, f"{expected} for gradient release", got, fix) for wrong, expected, got, fix in rules)
