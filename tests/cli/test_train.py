@@ -1,5 +1,6 @@
 import contextlib
 import json
+import math
 import re
 import resource
 import shutil
@@ -256,8 +257,8 @@ class CommandTest(unittest.TestCase):
             self.check_error("--data: expected at least one record", data=empty)
             self.assertEqual(calls, [])
             self.succeeds("--max-steps", 1)
-        (config, device, dtype, trees), loaded = calls
-        self.assertFalse(trees)
+        (config, device, dtype, needs), loaded = calls
+        self.assertEqual((needs.trees, needs.segment_tokens, needs.processes), (False, math.inf, 1))
         self.assertEqual((config.model_type, device.type, dtype), ("qwen3_5_text", "cpu", torch.float32))
         self.assertEqual(loaded, "weights")
 

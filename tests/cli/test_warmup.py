@@ -15,11 +15,13 @@ from transformers import LlamaConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from transformers_packed.cli.options import LONGEST_SAMPLE, SAMPLES, parsers
 from transformers_packed.models import float8
-from transformers_packed.ops import compilations as records
 from transformers_packed.ops import kernel_archive
+from transformers_packed.ops.backends import caches as backends
 from transformers_packed.ops.compilations import Compilation
+from transformers_packed.training import kernels
 from transformers_packed.training import warm_up as module
-from transformers_packed.training.warm_up import warm_up
+from transformers_packed.training.kernels import Needs
+from transformers_packed.training.warm_up import compile_kernels
 
 
 FOUND = [
@@ -40,12 +42,12 @@ class WarmupCommandTest(unittest.TestCase):
         Qwen3_5TextConfig(**TINY | {"num_hidden_layers": 8, "layer_types": 2 * kinds}).save_pretrained(self.path)
         self.calls = []
         self.enterContext(mock.patch.object(module, "compiles_kernels", lambda device: True))
-        self.enterContext(mock.patch.object(module, "warm_up", self.record))
-        self.enterContext(mock.patch.object(records, "caches", lambda: CACHES))
+        self.enterContext(mock.patch.object(module, "compile_kernels", self.record))
+        self.enterContext(mock.patch.object(backends, "caches", lambda: CACHES))
 
-    def record(self, model, max_length, **options):
-        self.calls.append((model, max_length, options["max_documents"]))
-        warm_up(model, max_length, **options)
+    def record(self, model, needs, **options):
+        self.calls.append((model, needs))
+        compile_kernels(model, needs, **options)
         return FOUND
 
     def command(self, *arguments, status=0):
@@ -74,14 +76,15 @@ class WarmupCommandTest(unittest.TestCase):
             "  /tl (TILELANG_CACHE_DIR)",
         ]
         self.assertEqual(stdout.splitlines(), lines)
-        self.assertEqual(self.calls[0][1:], (24, 3))
+        self.assertEqual(self.calls[0][1], Needs(24, 3))
 
     def test_rows_of_trees(self):
         with mock.patch.object(module, "make_tree", wraps=module.make_tree) as made:
             self.command("--row-length", 200, "--max-documents", 2)
             made.assert_not_called()
             self.command("--row-length", 200, "--max-documents", 2, "--trees")
-        self.assertEqual([call.args[1] for call in made.mock_calls], [127, 128])
+        # The last one without gradients.
+        self.assertEqual([call.args[1] for call in made.mock_calls], [127, 128, 127])
 
     def test_adapters_of_experts(self):
         options = "--lora", "--experts", "--row-length", 24, "--max-documents", 2
@@ -89,7 +92,7 @@ class WarmupCommandTest(unittest.TestCase):
         self.assertIn("warmup: --experts: expected a mixture of experts as --model, got ", stderr)
         Qwen3_5MoeTextConfig(**TINY, **EXPERTS).save_pretrained(self.path)
         self.command(*options)
-        ((model, _, _),) = self.calls
+        ((model, _),) = self.calls
         adapters = [name for name, _ in model.named_parameters() if "experts" in name and "lora_A" in name]
         self.assertEqual(len(adapters), 2 * model.config.num_hidden_layers)
 
@@ -101,7 +104,7 @@ class WarmupCommandTest(unittest.TestCase):
     )
     def test_the_model_that_runs(self, options, layers, dtype, in_float8):
         self.command("--row-length", 24, "--max-documents", 2, *options)
-        ((model, _, _),) = self.calls
+        ((model, _),) = self.calls
         base = model.get_base_model() if "--lora" in options else model
         self.assertEqual(len(base.model.layers), layers)
         self.assertTrue(type(base).__module__.startswith("transformers_packed."))
@@ -187,7 +190,7 @@ class WarmupCommandTest(unittest.TestCase):
         for name in ("qwen3_next_moe", *({"kimi_linear"} & {*OTHERS})):
             CONFIGS[name]().save_pretrained(self.path)
             # FlashQLA has no kernels for Kimi delta attention.
-            with mock.patch.object(module.flash_qla, "start_compiling", return_value=[]) as started:
+            with mock.patch.object(kernels.flash_qla, "start_compiling", return_value=[]) as started:
                 self.command("--row-length", 24, "--max-documents", 2)
             self.assertEqual(started.called, name != "kimi_linear")
 

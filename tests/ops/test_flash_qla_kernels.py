@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 from transformers_packed.ops.backends import flash_qla_kernels, tilelang_output
+from transformers_packed.ops.backends.flash_qla_kernels import CUT, TREES, WHOLE
 
 
 BFLOAT16 = torch.bfloat16
@@ -29,7 +30,8 @@ class FlashQLACompilationTest(unittest.TestCase):
         parent, index = ModuleType("flash_qla.ops.gated_delta_rule"), ModuleType("flash_qla.utils.index")
         parent.chunk, index.prepare_varlen_metadata = chunk, lambda on_device, on_host: on_device
         modules = {"flash_qla": ModuleType("flash_qla"), parent.__name__: parent, index.__name__: index}
-        patchers = mock.patch.dict(sys.modules, modules), mock.patch.object(flash_qla_kernels, "_GROUPS", {})
+        progress = mock.patch.object(flash_qla_kernels, "_PROGRESS", flash_qla_kernels._Progress())
+        patchers = mock.patch.dict(sys.modules, modules), mock.patch.object(flash_qla_kernels, "_GROUPS", {}), progress
         for patcher in (*patchers, mock.patch.object(os, "sched_getaffinity", lambda _: range(16))):
             patcher.start()
             self.addCleanup(patcher.stop)
@@ -50,9 +52,9 @@ class FlashQLACompilationTest(unittest.TestCase):
         with self.assertLogs("transformers_packed", "INFO") as logs:
             for kernels in self.call():
                 kernels.wait()
-        self.assertEqual(len(logs.output), 2)
-        self.assertIn("FlashQLA: threads compile 7 kernels", logs.output[0])
-        self.assertRegex(logs.output[1], r"FlashQLA: 7 kernels are ready after \d+\.\d s")
+        self.assertEqual(len(logs.output), 8)
+        self.assertIn("FlashQLA: threads compile 7 kernels", "".join(logs.output))
+        self.assertRegex("".join(logs.output), r"FlashQLA: 7 of 7 kernels are done after \d+\.\d s")
         names = {"sum", "reverse", "kkt_solve", "fused_gdr_fwd", "fused_gdr_h", "fused_gdr_bwd", "group_reduce_vector"}
         self.assertEqual(set(self.calls), names)
         given = self.calls["fused_gdr_bwd"][1]
@@ -83,7 +85,7 @@ class FlashQLACompilationTest(unittest.TestCase):
         chunk.fused_gdr_fwd = forward
         chunk.fused_gdr_h, chunk.fused_gdr_bwd = partial(run, "h"), partial(run, "bwd")
         with self.assertLogs("transformers_packed", "INFO") as logs:
-            for kernels in self.call(states=True, function=flash_qla_kernels.start_threads):
+            for kernels in self.call(states=TREES, function=flash_qla_kernels.start_threads):
                 kernels.wait()
         self.assertNotIn("one after the other", " ".join(logs.output))
         kinds = sorted((x.get("initial_state") is not None, x["output_final_state"]) for x in forwards)
@@ -137,10 +139,56 @@ class FlashQLACompilationTest(unittest.TestCase):
         self.assertEqual(self.call(states=(True, True)), [])
         self.assertIn((True, True), forwards)
 
+    def test_a_training_has_kernels_of_its_calls_only(self):
+        """The first call tells what the training is: documents that are cut, or trees."""
+        self.barrier = mock.Mock()
+
+        def kinds(states):
+            with mock.patch.object(flash_qla_kernels, "_GROUPS", {}) as groups:
+                for kernels in self.call(states=states):
+                    kernels.wait()
+                return {key[-2] for key in groups}
+
+        for states, calls in (((False, False), WHOLE), ((True, True), CUT), ((False, True), TREES)):
+            backward = set() if calls is WHOLE else {"backward"}
+            self.assertEqual(kinds(states), {*calls} | backward)
+        with mock.patch.object(flash_qla_kernels, "_GROUPS", {}) as groups:
+            for kernels in self.call(states=CUT, function=flash_qla_kernels.start_threads):
+                kernels.wait()
+            self.assertEqual({key[-2] for key in groups}, {*CUT, "backward"})
+
+    def test_errors_of_threads_are_told_once(self):
+        self.barrier, chunk = mock.Mock(), sys.modules["flash_qla.ops.gated_delta_rule"].chunk
+        error = mock.Mock(side_effect=RuntimeError("nvcc was killed"))
+        chunk.kkt_solve = chunk.fused_gdr_bwd = chunk.fused_gdr_h = error
+        with self.assertLogs("transformers_packed", "INFO") as logs:
+            for _ in range(2):
+                for kernels in self.call():
+                    kernels.wait()
+        self.assertEqual(error.call_count, 3)
+        self.assertEqual("".join(logs.output).count("one after the other: nvcc was killed"), 1)
+        self.assertIn("7 of 7 kernels are done", "".join(logs.output))
+
+    def test_the_turn_ends_with_the_last_kernel(self):
+        """Threads wait for another process before they compile, and the kernels count as done without an error."""
+        self.barrier = mock.Mock()
+        for fails in (False, True):
+            turn, order = mock.Mock(threads=3), []
+            turn.wait.side_effect = lambda order=order: order.append("wait")
+            turn.end.side_effect = lambda is_done, order=order: order.append(is_done)
+            compile = mock.Mock(
+                side_effect=RuntimeError("no memory") if fails else lambda order=order: order.append("run")
+            )
+            kernels = flash_qla_kernels.Kernels(torch.device("cpu"), [compile], [compile], turn)
+            kernels.wait()
+            self.assertEqual(len(order), 3 if fails else 5)
+            self.assertEqual(order[0], "wait")
+            self.assertEqual(order[-1], not fails)
+
     def test_started_before_there_is_a_row(self):
         goes_on = threading.Event()
         self.barrier = SimpleNamespace(wait=goes_on.wait)
-        (started,) = self.call(documents=1, function=flash_qla_kernels.start_threads, states=False)
+        (started,) = self.call(documents=1, function=flash_qla_kernels.start_threads, states=WHOLE)
         self.assertEqual(self.calls, {})
         goes_on.set()
         # A row finds them, and so does one without gradients.

@@ -39,13 +39,16 @@ from transformers_packed import (
 )
 from transformers_packed.audit.model_state import as_before
 from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.models.losses import DivergenceLoss
+from transformers_packed.models.versions import can_cut_rows
 from transformers_packed.ops.dispatch import observed
-from transformers_packed.training import sequence_parallel
+from transformers_packed.training import kernels, sequence_parallel
 from transformers_packed.training import warm_up as module
 from transformers_packed.training.callbacks import warm_up as callback
 from transformers_packed.training.callbacks.verify import VerifyCallback
 from transformers_packed.training.callbacks.warm_up import WarmUpCallback
-from transformers_packed.training.warm_up import rows_to_run
+from transformers_packed.training.kernels import CUT, TREES, WHOLE, Needs
+from transformers_packed.training.warm_up import compile_kernels
 
 
 def small(family="qwen3_5", **options):
@@ -72,7 +75,7 @@ class KernelsTestCase(unittest.TestCase):
 class RowsTest(unittest.TestCase):
     @parameterized.expand(list(itertools.product((2, 3, 17, 64, 100, 2048, 16384), (None, 1, 5, 300))))
     def test_they_fit(self, max_length, max_documents):
-        rows = rows_to_run(max_length, max_documents)
+        rows = Needs(max_length, max_documents).rows
         most = min(max_documents or 128, max_length // 2)
         self.assertEqual(max(map(len, rows)), max(most, -(-max_length // 4096)))
         self.assertEqual(max(map(sum, rows)), max_length)
@@ -80,7 +83,7 @@ class RowsTest(unittest.TestCase):
         self.assertEqual(len({tuple(row) for row in rows}), len(rows))
 
     def test_each_kernel_of_flash_qla_has_a_row(self):
-        numbers = sorted({len(row) for row in rows_to_run(4096)})
+        numbers = sorted({len(row) for row in Needs(4096).rows})
         for multiprocessors, heads in itertools.product((132, 148, 160), range(1, 129)):
             limit = int(0.7 * multiprocessors)
             kernel = {n: (n * heads >= limit) + (2 * n * heads >= limit) for n in range(1, 129)}
@@ -88,7 +91,7 @@ class RowsTest(unittest.TestCase):
 
     @parameterized.expand([(128,), (4096,), (5000,)])
     def test_short_and_long_rows_are_multiples_and_not(self, max_length):
-        totals = [sum(row) for row in rows_to_run(max_length)]
+        totals = [sum(row) for row in Needs(max_length).rows]
         self.assertTrue({total % 16 == 0 for total in totals} == {True, False})
         self.assertEqual({max_length, max_length - 1} - {*totals}, set())
         self.assertTrue(min(totals) <= 128)
@@ -100,7 +103,7 @@ class RowsTest(unittest.TestCase):
             return next(x for x in (8, 32, 128, 512, 2048) if x >= documents + 2)
 
         for most in (1, 6, 7, 30, 31, 126, 127, 200, 510, 511):
-            ran = {slots(len(row)) for row in rows_to_run(4096, most)}
+            ran = {slots(len(row)) for row in Needs(4096, most).rows}
             self.assertEqual(ran, {slots(documents) for documents in range(1, most + 1)})
 
     @parameterized.expand([({"max_length": 1},), ({"max_length": 64, "max_documents": 0},)])
@@ -152,7 +155,7 @@ class StateTest(KernelsTestCase):
                 warm_up(model, 24, max_documents=3, loss=loss)
         else:
             warm_up(model, 24, max_documents=3, loss=loss)
-            self.assertEqual(len(losses), len(rows_to_run(24, 3)) + 1)
+            self.assertEqual(len(losses), len(Needs(24, 3).rows) + 1)
             self.assertEqual([x.requires_grad for x in losses], [True] * (len(losses) - 1) + [False])
             self.assertTrue(all(x.isfinite() for x in losses))
         self.check(before, self.state(model))
@@ -191,10 +194,10 @@ class StateTest(KernelsTestCase):
             return model(**batch).loss
 
         warm_up(small(), 24, loss=loss)
-        self.assertEqual([list(row) for row in rows], [*rows_to_run(24), rows_to_run(24)[0]])
+        self.assertEqual([list(row) for row in rows], [*Needs(24).rows, Needs(24).rows[0]])
         rows.clear()
         warm_up(small(), 24, loss=loss, evaluation=False)
-        self.assertEqual([list(row) for row in rows], rows_to_run(24))
+        self.assertEqual([list(row) for row in rows], Needs(24).rows)
 
     def test_what_takes_longest_starts_before_the_first_row(self):
         model, calls = small(), []
@@ -203,16 +206,17 @@ class StateTest(KernelsTestCase):
             calls.append("row")
             return model(**batch).loss
 
-        with mock.patch.object(module.flash_qla, "start_compiling", lambda *sizes: calls.append(sizes) or []):
+        with mock.patch.object(kernels.flash_qla, "start_compiling", lambda *sizes: calls.append(sizes) or []):
             warm_up(model, 24, loss=loss, dtype=torch.bfloat16)
             config = model.config
             heads = config.linear_num_key_heads, config.linear_num_value_heads
             dims = config.linear_key_head_dim, config.linear_value_head_dim
-            self.assertEqual(calls[:2], [(torch.device("cpu"), torch.bfloat16, *heads, *dims, False), "row"])
-            self.assertEqual(calls[2:], ["row"] * len(rows_to_run(24)))
+            self.assertEqual(calls[:2], [(torch.device("cpu"), torch.bfloat16, heads, dims, WHOLE, True), "row"])
+            self.assertEqual(calls[2:], ["row"] * len(Needs(24).rows))
             # Of a family without these layers, nothing is known.
             calls.clear()
-            self.assertEqual(module.start_compiling(tiny_config("llama"), torch.device("cpu"), torch.bfloat16), [])
+            given = tiny_config("llama"), torch.device("cpu"), torch.bfloat16, Needs(24)
+            self.assertEqual(kernels.start_compiling(*given), [])
         self.assertEqual(calls, [])
 
     def test_trees(self):
@@ -230,10 +234,12 @@ class StateTest(KernelsTestCase):
 
             return run if op == "gated_delta_rule" else function
 
-        with mock.patch.object(module.flash_qla, "start_compiling", return_value=[]) as started, observed(observe):
+        with mock.patch.object(kernels.flash_qla, "start_compiling", return_value=[]) as started, observed(observe):
             warm_up(model, 200, max_documents=2, loss=loss, trees=True)
-        self.assertTrue(started.call_args[0][-1])
-        self.assertEqual(sum(rows), 2)
+        self.assertEqual(started.call_args[0][4], TREES)
+        # The last one is that of an evaluation.
+        self.assertEqual(rows[-4:], [True, True, False, True])
+        self.assertEqual(sum(rows), 3)
         self.assertEqual(states, {(False, False), (False, True), (True, False), (True, True)})
 
     @parameterized.expand([("plain", False), ("trees", True)])
@@ -243,12 +249,50 @@ class StateTest(KernelsTestCase):
         args = PackedTrainingArguments(self.enterContext(tempfile.TemporaryDirectory()), max_steps=1, **OPTIONS)
         args.remove_unused_columns = False
         given = []
-        with mock.patch.object(callback, "warm_up", lambda *args, **options: given.append(options["trees"])), quiet():
+        record = lambda model, needs, **options: given.append(needs.trees)  # noqa: E731
+        with mock.patch.object(callback, "compile_kernels", record), quiet():
             trainer = PackedTrainer(
                 AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()), args, train_dataset=samples
             )
             WarmUpCallback(trainer).on_train_begin(trainer.args, TrainerState(max_steps=1), None)
         self.assertEqual(given, [trees])
+
+    def test_the_set_up_selects_calls_and_heads(self):
+        config, device = small().config, torch.device("cpu")
+        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+        for options, calls, share in (
+            ({}, WHOLE, 1),
+            ({"segment_tokens": 256}, WHOLE, 1),
+            ({"segment_tokens": 255}, CUT, 1),
+            ({"segment_tokens": 64, "trees": True}, TREES, 1),
+            ({"processes": 2}, CUT, 1),
+            ({"processes": 2, "method": "heads"}, WHOLE, 2),
+        ):
+            with mock.patch.object(kernels.flash_qla, "start_compiling", return_value=[]) as started:
+                kernels.start_compiling(config, device, torch.bfloat16, Needs(256, **options))
+            self.assertEqual(started.call_args[0][2], (keys // share, values // share), options)
+            self.assertEqual(started.call_args[0][4], calls, options)
+
+    def test_a_model_tells_its_segments_its_shared_prompts_and_its_teacher(self):
+        def calls(model, needs):
+            with mock.patch.object(kernels.flash_qla, "start_compiling", return_value=[]) as started:
+                kernels.start_for(model, torch.device("cpu"), torch.bfloat16, needs)
+            return [(call.args[2], *call.args[4:]) for call in started.mock_calls]
+
+        model = small()
+        heads = model.config.linear_num_key_heads, model.config.linear_num_value_heads
+        self.assertEqual(calls(model, Needs(256)), [(heads, WHOLE, True)])
+        model.share_prompts = True
+        self.assertEqual(calls(model, Needs(256)), [(heads, TREES, True)])
+        model.share_prompts = False
+        teacher = small(linear_num_key_heads=1, linear_num_value_heads=1)
+        model.losses = (*model.losses, DivergenceLoss(teacher))
+        self.assertEqual(calls(model, Needs(256)), [(heads, WHOLE, True), ((1, 1), WHOLE, False)])
+        if can_cut_rows():
+            model.activation_checkpointing_enable({"use_reentrant": False, "segment_tokens": 64})
+            self.assertEqual(calls(model, Needs(64))[0], (heads, WHOLE, True))
+            # A teacher has no gradients, and its rows are whole.
+            self.assertEqual(calls(model, Needs(256)), [(heads, CUT, True), ((1, 1), WHOLE, False)])
 
     @parameterized.expand([("vision",), ("mamba2",), ("classifier",)])
     def test_other_models(self, kind):
@@ -339,7 +383,7 @@ class TrainerTest(KernelsTestCase):
         return wrapped
 
     def train(self, trainer, **options):
-        with mock.patch.object(callback, "warm_up", self.noted("warm up", warm_up)), quiet():
+        with mock.patch.object(callback, "compile_kernels", self.noted("warm up", compile_kernels)), quiet():
             trainer.train(**options)
         return self.events
 
@@ -421,12 +465,12 @@ def train_in_processes(size, compiles):
             ran.append((type(model).__name__, batch["input_ids"].shape[1]))
             return loss(model, batch)
 
-        return warm_up(model, *args, loss=counted, **kwargs)
+        return compile_kernels(model, *args, loss=counted, **kwargs)
 
     with (
         mock.patch.object(module, "compiles_kernels", lambda device: True),
         mock.patch.object(callback, "compiles_kernels", lambda device: compiles),
-        mock.patch.object(callback, "warm_up", recorded),
+        mock.patch.object(callback, "compile_kernels", recorded),
         mock.patch.object(sequence_parallel, "_check_same_row", lambda x: (compared.append(len(ran)), check(x))),
         tempfile.TemporaryDirectory() as directory,
         quiet(),
@@ -483,6 +527,6 @@ class ProcessesTest(unittest.TestCase):
         (expected, _), _ = run_once(shard_and_train, 2, False)
         results = run_once(shard_and_train, 2, True)
         self.assertEqual(results[0][1], results[1][1])
-        self.assertEqual(len(results[0][1]), len(rows_to_run(24, 3)) + 1)
+        self.assertEqual(len(results[0][1]), len(Needs(24, 3).rows) + 1)
         for weights, _ in results:
             torch.testing.assert_close(expected, weights, rtol=0, atol=0)

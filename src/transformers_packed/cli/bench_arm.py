@@ -15,7 +15,8 @@ from transformers import AutoConfig, PreTrainedModel, set_seed
 from ..data.collator import DataCollatorWithFlattening
 from ..data.documents import PaddedSamples
 from ..ops.compilations import tuned_in_threads
-from ..training.warm_up import start_compiling, warm_up
+from ..training.kernels import Needs, start_compiling
+from ..training.warm_up import warm_up
 from .audit import hide_gpu_packages
 from .demo_arms import peak_memory
 from .finetune import untrained_model
@@ -60,7 +61,7 @@ def time_arm(arm: str, work: Path, device: torch.device) -> dict[str, Any]:
     started = []
     if arm == "padded":
         # Its own kernels take longer, so those of the packed arm are on disk when it comes.
-        started = start_compiling(config, device, dtype)
+        started = start_compiling(config, device, dtype, Needs(sum(lengths), len(lengths)))
     start = time.perf_counter()
     if arm == "packed":
         warm_up(model, sum(lengths), max_documents=len(lengths), loss=loss_of, dtype=dtype, evaluation=False)

@@ -24,7 +24,6 @@ from transformers import (
     set_seed,
 )
 
-from ..data.dataset import find_tree
 from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import count, input_error
 from ..models.checkpoint_kinds import stored_as
@@ -48,15 +47,16 @@ from ..ops.moe import MAX_RANK
 from ..training.callbacks.gradient_release import GradientReleaseCallback
 from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.configure import configure_packing
+from ..training.kernels import start_compiling
 from ..training.optimizers import arguments_for, class_and_kwargs
-from ..training.warm_up import compiles_kernels, start_compiling
+from ..training.warm_up import compiles_kernels
 from .checkpoint import check_same_ids, has_own_code, load_tokenizer, load_weights, reading
 from .early import check_packages
 from .folder_trainer import RunFolderTrainer
 from .lines import duration, say
 from .process import raise_on_interrupt
 from .run_folder import SETTINGS_FILE, check_same_settings, left, write_settings
-from .segments import chosen_segments
+from .segments import chosen_segments, needs_of
 
 
 KEPT_CHECKPOINTS = 2
@@ -107,7 +107,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         check_float8(dtype)
     say(f"Loading {settings.model} ...")
     # The compiler works while the weights are loaded.
-    start_compiling(config, device_of_this_process(), dtype, find_tree(samples.data) is not None)
+    start_compiling(config, device_of_this_process(), dtype, needs_of(samples, settings))
     model = load_model(source, settings, dtype)
     for trains, option in ((settings.mtp, "--mtp"), (settings.mtp_only, "--mtp-only")):
         if trains:
@@ -377,7 +377,9 @@ def untrained_model(
         initialize_in_4bit(model, nf4(dtype), device)
     model = with_adapters(model, settings) if settings.lora else model
     if settings.gradient_checkpointing:
-        getattr(model, f"{checkpointing_argument()}_enable")({"use_reentrant": False})
+        segment = getattr(settings, "segment_tokens", None)
+        options = {"segment_tokens": segment} if segment and ours else {}
+        getattr(model, f"{checkpointing_argument()}_enable")({"use_reentrant": False, **options})
     if ours and settings.float8:
         use_float8(model)
     if ours and settings.cuda_graphs:

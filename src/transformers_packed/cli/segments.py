@@ -1,4 +1,4 @@
-"""The segments of `--segment-tokens auto`: the longest with which a step fits the memory that is free."""
+"""What the rows of `train` need: kernels, and memory. With `--segment-tokens auto`, the longest segments that fit it."""
 
 import os
 from argparse import Namespace
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..data.dataset import find_tree
 from ..data.planning.memory import FILLED, gib
 from ..data.planning.segments import SMALLEST, choose_segment
 from ..data.planning.step_memory import Parameters, checkpointed_layers, step_memory
@@ -17,6 +18,7 @@ from ..models.families import sizes_of
 from ..models.memory import HALF, WIDTHS, Lora
 from ..models.optimizers import OPTIMIZERS, dtype_of_weights
 from ..ops.offload import SMALLEST_UNASKED, free_device_memory
+from ..training.kernels import Needs
 from .lines import say
 from .options import AUTO
 
@@ -66,6 +68,14 @@ def chosen_segments(
     usable = f"{gib(FILLED * available)} of {gib(available)} that are free"
     say(f"--segment-tokens auto: {chosen}. GiB of a row of {length:,} tokens: {takes}, {usable} may be used.")
     return segment
+
+
+def needs_of(samples: Samples, settings: Namespace) -> Needs:
+    """What the training needs before the model is there. Segments that are not chosen yet count as none."""
+    segment, processes = settings.segment_tokens, settings.sequence_parallel_size
+    options = {"segment_tokens": segment} if isinstance(segment, int) else {}
+    trees = find_tree(samples.data) is not None
+    return Needs(longest_row(samples, settings), trees=trees, processes=processes, **options)
 
 
 def longest_row(samples: Samples, settings: Namespace) -> int:

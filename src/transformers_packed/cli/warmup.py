@@ -10,11 +10,12 @@ with random weights. Options that select kernels must be those of the training.
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import count
-from .options import LONGEST_SAMPLE, SAMPLES, Parser
+from .options import LONGEST_SAMPLE, SAMPLES, Parser, positive_int
 from .process import raise_on_interrupt
 
 
@@ -36,6 +37,9 @@ def add_options(parser: Parser) -> None:
     shared("--float8")
     shared("--cuda-graphs", action="store_true", help="run the layers as CUDA graphs")
     shared("--attn", "--dtype", "--weights", "--gradient-checkpointing")
+    cut = "compute layers in segments of N tokens (default: whole rows)"
+    parser.add_argument("--segment-tokens", type=partial(positive_int, lowest=64), metavar="N", help=cut)
+    shared("--sequence-parallel-size", help="processes that will share a row (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -52,18 +56,19 @@ def run(args: argparse.Namespace) -> None:
         added, known = import_kernels(args.archive)
         print(f"{count(added, 'kernel')} added to the caches, {known:,} were there")
     if args.model:
-        compile_kernels(args)
+        compile_and_print(args)
     if args.export:
         print(f"{count(export_kernels(args.export), 'kernel')} in {args.export}")
 
 
-def compile_kernels(args: argparse.Namespace) -> None:
+def compile_and_print(args: argparse.Namespace) -> None:
     """Compile the kernels of a model, and print them and where they are."""
     import torch
 
     from ..errors import input_error
     from ..models.sizes import take_few_layers
-    from ..training.warm_up import compiles_kernels, warm_up
+    from ..training.kernels import Needs
+    from ..training.warm_up import compile_kernels, compiles_kernels
     from .finetune import config_and_dtype, untrained_model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,14 +84,14 @@ def compile_kernels(args: argparse.Namespace) -> None:
             return model(**batch).loss
 
     raise_on_interrupt()
-    documents = args.max_documents
-    found = warm_up(model, args.row_length, max_documents=documents, loss=loss, dtype=dtype, trees=args.trees)
-    print_kernels(found)
+    processes = args.sequence_parallel_size
+    needs = Needs(args.row_length, args.max_documents, trees=args.trees, processes=processes)
+    print_kernels(compile_kernels(model, needs, loss=loss, dtype=dtype))
 
 
 def print_kernels(found: list[Any]) -> None:
     """Print the compiled kernels of each package, and the directories with all of them."""
-    from ..ops.compilations import caches
+    from ..ops.backends.caches import caches
 
     for package in dict.fromkeys(one.package for one in found):
         built, loaded = ([x for x in found if x.package == package and x.from_disk == disk] for disk in (False, True))

@@ -121,8 +121,13 @@ def cuts_rows(model: torch.nn.Module, length: int) -> bool:
     if not model.training or not torch.is_grad_enabled():
         return False
     layers: Any = model.layers
+    return min(segment_tokens_of(layers), _largest) < length
+
+
+def segment_tokens_of(layers: Iterable[torch.nn.Module]) -> float:
+    """Return the tokens of the smallest segments in which any of these layers trains a long row, or infinity."""
     functions: list[Any] = [checkpoint_of(layer) for layer in layers]
-    return any(getattr(x, "func", None) is in_segments and min(x.args[0], _largest) < length for x in functions)
+    return min((x.args[0] for x in functions if getattr(x, "func", None) is in_segments), default=math.inf)
 
 
 def smallest_segments() -> AbstractContextManager:

@@ -8,7 +8,6 @@ measure it, one after the other. Most of that time is spent outside of Python's 
 eighth of a second, which is minutes for hundreds of variants.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,8 @@ from typing import Any
 import torch
 
 from ..foreign import swapped
-from .backends import flash_qla, on_device, threads_of_this_process
+from .backends import flash_qla, name_of, on_device, threads_of_this_process
+from .backends.caches import Turn
 from .dispatch import logger
 
 
@@ -61,20 +61,6 @@ def compilations(tell: Callable[[Compilation], Any]) -> Iterator[None]:
             stack.enter_context(_tilelang(tell))
         stack.enter_context(_inductor(tell))
         yield
-
-
-def caches() -> dict[str, tuple[str, str]]:
-    """Return the directory of each disk cache of compiled kernels, and the environment variable that moves it."""
-    found = {}
-    if find_spec("triton") is not None:
-        from triton import knobs
-
-        found["triton"] = knobs.cache.dir, "TRITON_CACHE_DIR"
-    if find_spec("tilelang") is not None:
-        # Without its import, which needs a GPU or a compiler.
-        folder = os.environ.get("TILELANG_CACHE_DIR") or os.path.expanduser("~/.tilelang/cache")
-        found["tilelang"] = folder, "TILELANG_CACHE_DIR"
-    return found
 
 
 @contextmanager
@@ -195,14 +181,21 @@ def tune_first(op: str, kind: tuple, device: torch.device, run: Callable[[], Any
     All variants of a kernel are compiled together, and nothing is left to compile in the backward. `run` has a thread of its
     own, where hooks on saved tensors, modes and autocast of the call are off.
     """
-    if (op, *kind) in _TUNED or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if (op, device, *kind) in _TUNED or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
-    _TUNED.add((op, *kind))
+    _TUNED.add((op, device, *kind))
     found: list[Compilation] = []
+    turn = Turn("triton", "flash-linear-attention", name_of(device), op, *map(str, kind))
 
     def tune() -> None:
-        with on_device(device), tuned_in_threads(), compilations(found.append):
-            run()
+        is_done = False
+        try:
+            turn.wait()
+            with on_device(device), tuned_in_threads(turn.threads), compilations(found.append):
+                run()
+            is_done = True
+        finally:
+            turn.end(is_done)
 
     start, thread = time.perf_counter(), ThreadPoolExecutor(1)
     logger.info(f"{op}: its kernels are compiled and tuned before the first call.")
@@ -224,8 +217,11 @@ _MEASURE = {"warmup": 5, "rep": 20}
 
 
 @contextmanager
-def tuned_in_threads() -> Iterator[None]:
-    """While the block runs, compile all variants of a kernel together before they are measured, each for a short time."""
+def tuned_in_threads(threads: int | None = None) -> Iterator[None]:
+    """While the block runs, compile all variants of a kernel together before they are measured, each for a short time.
+
+    `threads` is their number, by default one for each core of this process's share.
+    """
     if find_spec("triton") is None:
         yield
         return
@@ -242,7 +238,7 @@ def tuned_in_threads() -> Iterator[None]:
     look_up: Any = getattr(Autotuner, "check_disk_cache", None)
     given: dict[Any, dict[str, Any]] = {}
 
-    with ThreadPoolExecutor(threads_of_this_process()) as pool:
+    with ThreadPoolExecutor(threads or threads_of_this_process()) as pool:
 
         def compile_all(self: Any, configs: list[Any], kwargs: dict[str, Any]) -> None:
             # An error of a variant is raised, or left to the autotuner, when it is measured.

@@ -16,7 +16,6 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib import metadata
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import input_error
-from .compilations import caches
+from .backends.caches import caches, version_of
 
 
 _PACKAGES = "transformers_packed torch triton tilelang flash-qla flash-linear-attention".split()
@@ -39,11 +38,7 @@ _EXPECTED = "a file that warmup --export wrote"
 def machine() -> dict[str, str]:
     """Return what the kernels of this machine depend on: without a GPU, the processor, Python and the packages."""
     found = {"processor": platform.machine(), "Python": ".".join(platform.python_version_tuple()[:2])}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "missing"
+    found |= {package: version_of(package) for package in _PACKAGES}
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
         found["GPU"] = ", ".join(sorted(names))

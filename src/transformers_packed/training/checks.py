@@ -313,6 +313,11 @@ def datasets_of(trainer: Trainer, train: bool = True) -> list[Any]:
     return [dataset for dataset in datasets if dataset is not None]
 
 
+def has_trees(trainer: Trainer) -> bool:
+    """Whether a dataset of a Trainer has trees of samples or groups of answers."""
+    return any(find_tree(dataset) is not None for dataset in datasets_of(trainer))
+
+
 def against_removal(facts: Facts) -> Iterator[Rule]:
     """The rule that Trainer keeps the columns which divide rows and trees. Without them it would train on other samples.
 

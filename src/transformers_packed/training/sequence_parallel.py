@@ -18,7 +18,6 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.collator import DataCollatorWithFlattening
-from ..data.dataset import find_tree
 from ..data.samples import has_items
 from ..errors import Rule, input_error
 from ..foreign import swapped
@@ -28,7 +27,7 @@ from ..models.releases import COUNT_ITEMS, MAKE_LOADER, PREPARE
 from ..models.versions import is_rebalancing
 from ..parallel import RowShard, shard_batch
 from ..parallel.groups import check_methods, check_size
-from .checks import datasets_of, of_devices
+from .checks import datasets_of, has_trees, of_devices
 from .facts import Facts
 from .typed import Trainer
 
@@ -203,9 +202,8 @@ def against_sharing(facts: Facts) -> Iterator[Rule]:
         (tensors > 1, "whole layers on each process", f"tp_size={tensors}"),
     ):
         yield is_so, expected, got, "Remove it."
-    trees = any(find_tree(dataset) is not None for dataset in datasets_of(trainer))
     got, fix = "trees or groups, which processes cannot share", "Leave out sequence_parallel_size."
-    yield trees, "samples of one document each", got, fix
+    yield has_trees(trainer), "samples of one document each", got, fix
     # The processes of a group would read different rows.
     yield not all(map(has_items, datasets_of(trainer))), *_STREAM
     rebalances = getattr(args, "train_sampling_strategy", "random") == "batch_rebalance" and not facts.plans_rows

@@ -6,9 +6,9 @@ parameters, adapters, and whether rows are packed. The rest depends on the row. 
 select a variant:
 
 * FlashQLA: one of three forward kernels, by documents times value heads relative to 0.35 and 0.7 times the number of
-  multiprocessors. The limits differ by a factor of two, so numbers of documents that double select all kernels. The first
-  row compiles all of them, and those of the backward, at the same time. Trees have states at the ends of documents, which
-  select four kernels more.
+  multiprocessors. The limits differ by a factor of two, so numbers of documents that double select all kernels. All of
+  them, and those of the backward, are compiled at the same time. Trees, segments and parts of rows have states at the ends
+  of documents, which select others.
 * Triton: whether an integer argument is a multiple of 16, and whether it needs 64 bits. Kernels of this package take
   the number of tokens without either. Their exceptions are numbers of elements, which are multiples of 16 if the width
   of the tensor is one. The convolution of flash-linear-attention takes the number of tokens. Rows with and without a
@@ -18,8 +18,8 @@ select a variant:
 * This package: kernels that cast to float8 or compute an input again run from a number of tokens on.
 * Evaluation: kernels of a forward without gradients.
 
-`varlen_attn` and cuBLAS are compiled in advance. [`rows_to_run`] has a row for each of these properties, and [`make_tree`]
-makes one with all kinds of states. A loop of one's own that does not call [`warm_up`] compiles the kernels of the delta
+`varlen_attn` and cuBLAS are compiled in advance. [`Needs`] lists what a training needs: the calls of the delta rules, and
+a row for each of these properties. [`make_tree`] makes a row with all kinds of states. A loop of one's own that does not call [`warm_up`] compiles the kernels of the delta
 rules together, too: each op starts those of its forward and backward when it is called for the first time.
 """
 
@@ -32,26 +32,20 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ..audit.model_state import as_before
 from ..data.collator import DataCollatorWithFlattening
 from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
-from ..models.families import LANGUAGE_MODELS, family_of
+from ..models.families import LANGUAGE_MODELS
 from ..models.registry import inner_model
-from ..ops.backends import flash_qla, flash_qla_kernels, tilelang_output
+from ..ops.backends import tilelang_output
 from ..ops.compilations import Compilation, compilations, tuned_in_threads
+from .kernels import Needs, split, start_for
 
 
 logger = logging.get_logger(__name__)
-
-# Documents of the rows, if the caller does not know better.
-_MOST_DOCUMENTS = 128
-# Tokens of a document in the short rows, and the most in the row of full length. A document of two chunks of 64 tokens
-# has both a full chunk and the state between chunks.
-_SHORT, _LONG = 128, 4096
 
 
 def warm_up(
@@ -120,6 +114,20 @@ def warm_up(
     if max_length < 2 or (max_documents is not None and max_documents < 1):
         got = f"max_length={max_length}, max_documents={max_documents}"
         raise input_error("max_length of at least 2 and max_documents of at least 1", got)
+    needs = Needs(max_length, max_documents, trees)
+    return compile_kernels(model, needs, collator, loss, dtype, evaluation, progress)
+
+
+def compile_kernels(
+    model: torch.nn.Module,
+    needs: Needs,
+    collator: Callable | None = None,
+    loss: Callable | None = None,
+    dtype: torch.dtype | None = None,
+    evaluation: bool = True,
+    progress: bool = True,
+) -> list[Compilation]:
+    """Compile the kernels of `needs` for a model, as [`warm_up`] does."""
     device = next(model.parameters()).device
     if not compiles_kernels(device):
         logger.info(f"warm_up: skipped on {device.type}, where no kernel is compiled.")
@@ -128,12 +136,13 @@ def warm_up(
         return_seq_idx=True, return_flash_attn_kwargs=True, model=model, on_leak="ignore"
     )
     loss, start = loss or _loss, time.perf_counter()
-    rows = [partial(make_row, model, lengths, collator, device) for lengths in rows_to_run(max_length, max_documents)]
-    of_trees = [tokens for tokens in (_SHORT - 1, _SHORT) if trees and tokens <= max_length]
-    batches = [*rows, *(partial(make_tree, model, tokens, collator, device) for tokens in of_trees)]
-    with _reported(len(batches) + evaluation, progress) as (found, done), as_before(model):
-        started = start_compiling(inner_model(model).config, device, dtype or inner_model(model).dtype, trees)
-        for make in batches:
+    rows = [partial(make_row, model, lengths, collator, device) for lengths in needs.rows]
+    of_trees = [partial(make_tree, model, tokens, collator, device) for tokens in needs.trees_to_run]
+    # What a forward without gradients needs depends on the states alone.
+    evaluated = [*rows[:1], *of_trees[:1]] if evaluation else []
+    with _reported(len(rows + of_trees + evaluated), progress) as (found, done), as_before(model):
+        started = start_for(model, device, dtype or inner_model(model).dtype, needs)
+        for make in rows + of_trees:
             value = loss(model, make())
             for kernels in started:
                 # Ctrl-C does not stop a backward, which would wait as well.
@@ -143,9 +152,10 @@ def warm_up(
             done()
         if evaluation:
             model.eval()
-            with torch.no_grad():
-                loss(model, rows[0]())
-            done()
+        with torch.no_grad():
+            for make in evaluated:
+                loss(model, make())
+                done()
     built = sum(not one.from_disk for one in found)
     logger.info(
         f"warm_up: {built} kernels compiled and {len(found) - built} loaded in {time.perf_counter() - start:.1f} s."
@@ -172,21 +182,6 @@ def _reported(rows: int, progress: bool) -> Iterator[tuple[list[Compilation], Ca
         raise KeyboardInterrupt(f"while compiling kernels, before the first step; {len(found)} are ready") from error
 
 
-def start_compiling(
-    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, trees: bool = False
-) -> list[flash_qla_kernels.Kernels]:
-    """Start threads that compile what takes longest, the kernels of FlashQLA, for training in `dtype`.
-
-    The configuration of a model is enough, so its weights may be loaded meanwhile. The first row waits for them. `trees`
-    is whether rows have trees of samples.
-    """
-    family = family_of(config)
-    if family.sizes is None or family.rule != "gated_delta_rule":
-        return []
-    rule = family.sizes(config.get_text_config()).delta_rule
-    return flash_qla.start_compiling(device, dtype, rule.key_heads, rule.heads, rule.key_dim, rule.value_dim, trees)
-
-
 @contextmanager
 def _ticking(bar: tqdm) -> Iterator[None]:
     """Show the time of a bar each second, because a row may wait for a compiler that long."""
@@ -203,30 +198,6 @@ def _ticking(bar: tqdm) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def rows_to_run(max_length: int, max_documents: int | None = None) -> list[list[int]]:
-    """Return the lengths of the documents of each row that [`warm_up`] runs.
-
-    Numbers of documents double from 1 to `max_documents`. Rows with a multiple of 64 tokens and with an odd number of
-    tokens take turns. The first and the last two rows have one document, or few, and as few and as many tokens as
-    `max_length` permits.
-    """
-    most = min(_MOST_DOCUMENTS if max_documents is None else max_documents, max_length // 2)
-    numbers = [1]
-    while numbers[-1] < most:
-        numbers.append(min(2 * numbers[-1], most))
-    rows = []
-    for at, number in enumerate([1, *numbers]):
-        tokens = min(max(_SHORT, 4 * -(-number // 16) * 16), max_length)
-        rows.append(split(tokens - at % 2, number))
-    rows += [split(tokens, -(-max_length // _LONG)) for tokens in (max_length - 1, max_length)]
-    return [row for at, row in enumerate(rows) if row not in rows[:at]]
-
-
-def split(tokens: int, number: int) -> list[int]:
-    """Return `number` lengths that differ by at most one and add up to `tokens`."""
-    return [(at + 1) * tokens // number - at * tokens // number for at in range(number)]
 
 
 def compiles_kernels(device: torch.device) -> bool:

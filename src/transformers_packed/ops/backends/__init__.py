@@ -21,6 +21,11 @@ def threads_of_this_process() -> int:
     return max(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
 
 
+def name_of(device: torch.device) -> str:
+    """Return what kernels are compiled for: the name of a GPU, or the type of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
     """Let a thread, which has a device and a stream of its own, run on this device, and wait for it at the end."""

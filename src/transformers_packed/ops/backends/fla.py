@@ -44,7 +44,7 @@ def _tune(rule: Callable, tensors: tuple, boundaries: SequenceBoundaries | None,
     """Run forward and backward of zeros like these tensors, if this is the first call of its kind."""
     device, length = tensors[0].device, min(tensors[0].shape[1], _MEASURED)
     trains = _needs_backward(*tensors, *(x for x in options.values() if isinstance(x, torch.Tensor)))
-    kind = device, trains, boundaries is None, *map(_selects, tensors), *map(_selects, options.values())
+    kind = trains, boundaries is None, *map(_selects, tensors), *map(_selects, options.values())
 
     def zeros(x: Any, *first: int) -> Any:
         if not isinstance(x, torch.Tensor):

@@ -1,6 +1,7 @@
 """FlashQLA: a faster gated delta rule for Hopper and datacenter Blackwell GPUs, which takes `cu_seqlens`."""
 
 import shutil
+from collections.abc import Collection
 from functools import lru_cache
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from ...boundaries import CHUNK_SIZE, SequenceBoundaries
 from ...device_boundaries import DeviceBoundaries
 from . import chunk_indices
-from .flash_qla_kernels import Kernels, compile_together, start_threads
+from .flash_qla_kernels import WHOLE, Kernels, compile_together, start_threads
 
 
 # The attribute of `cu_seqlens` in which FlashQLA looks for prepared index tensors.
@@ -55,20 +56,27 @@ def takes_heads(key_dim: int, value_dim: int) -> bool:
 
 
 def start_compiling(
-    device: torch.device, dtype: torch.dtype, key_heads: int, heads: int, key_dim: int, value_dim: int, states: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    calls: Collection = WHOLE,
+    trains: bool = True,
 ) -> list[Kernels]:
-    """Start to compile the kernels with which packed rows train, before there is one. Returns what a backward waits for.
+    """Start to compile the kernels of packed rows, before there is one. Returns what a backward waits for.
 
-    `states` is whether rows have states at the ends of documents, too. Nothing starts if other kernels will run.
+    `heads` and `dims` are those of keys and of values, `calls` is what [`start_threads`] takes, and `trains` whether rows
+    have gradients. Nothing starts if other kernels will run.
     """
-    key = torch.zeros(1, 1, key_heads, key_dim, dtype=dtype, device=device)
-    value = torch.zeros(1, 1, heads, value_dim, dtype=dtype, device=device, requires_grad=True)
+    key, value = (torch.zeros(1, 1, *shape, dtype=dtype, device=device) for shape in zip(heads, dims, strict=True))
+    value.requires_grad_(trains)
     # As the gates of a layer.
-    beta = torch.zeros(1, 1, heads, dtype=dtype, device=device)
+    beta = torch.zeros(1, 1, heads[1], dtype=dtype, device=device)
     row = key, key, value, beta.float(), beta
     if verify_gated_delta_rule(*row):
         return []
-    return start_threads(*row, torch.arange(2, dtype=torch.int32, device=device), states)
+    with torch.enable_grad():
+        return start_threads(*row, torch.arange(2, dtype=torch.int32, device=device), calls)
 
 
 def is_usable() -> bool:

@@ -5,15 +5,17 @@ of them together take as long as the slowest one, that of the backward. The head
 so they can be started before there is a row. A forward waits for its own kernels only: what else the step needs is
 compiled in the meantime.
 
-States at the ends of documents select other kernels: those of trees and shared prompts, of segments, and of rows that
-processes share. The first call with states starts all of them, and waits for those that begin and end as it does.
+States at the ends of documents select other kernels. A training has calls of whole documents ([`WHOLE`]), also of
+documents that are cut by segments or between processes ([`CUT`]), or also of trees and shared prompts ([`TREES`]). A call
+starts all kernels of the smallest of them that has such calls, and waits for those that begin and end as it does.
 """
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,7 +24,8 @@ import torch
 
 from ...boundaries import CHUNK_SIZE
 from ..dispatch import logger
-from . import on_device, threads_of_this_process, tilelang_output
+from . import name_of, on_device, tilelang_output
+from .caches import Turn
 from .tilelang_output import quiet
 
 
@@ -31,9 +34,12 @@ _MOST_BLOCKS = 256
 # Another kernel computes the forward from documents times heads of these shares of the multiprocessors on.
 _SHARES = 0.35, 0.7
 _GROUPS: dict[tuple, "Kernels"] = {}
-# Kinds of calls: without states, that begin with states and end with them, and backwards of the latter.
+# Kinds of kernels: of calls by whether they begin with states and end with them, and of backwards with states.
 _PLAIN, _BACKWARD = (False, False), "backward"
-_WITH_STATES = (False, True), (True, False), (True, True)
+# The calls of trainings: of whole documents, of cut ones, which begin and end with states, and of trees.
+WHOLE = frozenset({_PLAIN})
+CUT = WHOLE | {(True, True)}
+TREES = CUT | {(False, True), (True, False)}
 
 
 def compile_together(query, key, value, g, beta, cu_seqlens, states: tuple[bool, bool] = _PLAIN) -> "list[Kernels]":
@@ -41,27 +47,34 @@ def compile_together(query, key, value, g, beta, cu_seqlens, states: tuple[bool,
 
     `states` says whether the call begins with states, and ends with them. Returns what its backward has to wait for.
     """
-    own_kinds = [_PLAIN] if states == _PLAIN else [_BACKWARD, states, _PLAIN]
-    others = () if states == _PLAIN else _WITH_STATES
-    found = _start((query, key, value, g, beta, cu_seqlens), [*own_kinds, *others])
+    own_kinds, calls = _kinds_of({_PLAIN, states}), next(calls for calls in (WHOLE, CUT, TREES) if states in calls)
+    found = _start((query, key, value, g, beta, cu_seqlens), [*own_kinds, *_kinds_of(calls)])
     own = [kernels for kind, kernels in found.items() if kind in own_kinds]
     for kernels in own:
         kernels.wait_for_forward()
     return [kernels for kernels in own if not kernels.are_ready]
 
 
-def start_threads(query, key, value, g, beta, cu_seqlens, with_states: bool = False) -> "list[Kernels]":
-    """Return what such calls and their backwards wait for. Threads compile it from the first call on.
+def start_threads(query, key, value, g, beta, cu_seqlens, calls: Collection = WHOLE) -> "list[Kernels]":
+    """Return what a training with such calls and their backwards waits for. Threads compile it from the first call on.
 
-    The kernels of a backward with states come first, because they take longest.
+    `calls` is one of [`WHOLE`], [`CUT`] and [`TREES`].
     """
-    kinds = [_BACKWARD, *_WITH_STATES, _PLAIN] if with_states else [_PLAIN]
-    return list(_start((query, key, value, g, beta, cu_seqlens), kinds).values())
+    return list(_start((query, key, value, g, beta, cu_seqlens), _kinds_of(calls)).values())
+
+
+def _kinds_of(calls: Collection) -> list:
+    """Return the kinds of kernels of these calls. Those of a backward with states come first, because they take longest."""
+    with_states = sorted({*calls} - WHOLE)
+    return [*([_BACKWARD] if with_states else []), *with_states, _PLAIN]
 
 
 def _start(call: tuple, kinds: list) -> "dict[Any, Kernels]":
     """Return the kernels of these kinds that are not ready, and start those that nobody has started."""
+    before = _PROGRESS.number
     found = {kind: _group(call, kind) for kind in dict.fromkeys(kinds)}
+    if (new := _PROGRESS.number - before) > 0:
+        logger.info(f"FlashQLA: threads compile {new} kernels, or load them.")
     return {kind: kernels for kind, kernels in found.items() if kernels is not None and not kernels.are_ready}
 
 
@@ -93,68 +106,95 @@ def _group(call: tuple, kind: Any) -> "Kernels | None":
         if key.is_cuda:
             # The threads read tensors that this stream fills.
             torch.cuda.synchronize(key.device)
-        kernels = _GROUPS[*chosen_by, training] = Kernels(key.device, first, others)
+        turn = Turn("tilelang", "flash-qla", name_of(key.device), *map(str, chosen_by[1:]), training)
+        kernels = _GROUPS[*chosen_by, training] = Kernels(key.device, first, others, turn)
     return kernels
 
 
 class Kernels:
     """Kernels that threads compile by running them: `first` for a forward, `others` for its backward."""
 
-    def __init__(self, device: torch.device, first: list[Callable[[], None]], others: list[Callable[[], None]]):
-        pool = ThreadPoolExecutor(min(threads_of_this_process(), len(first) + len(others) or 1))
+    def __init__(
+        self,
+        device: torch.device,
+        first: list[Callable[[], None]],
+        others: list[Callable[[], None]],
+        turn: Turn | None = None,
+    ):
+        self.turn, self.has_failed, self.are_ready = turn or Turn("", ""), False, False
+        number = len(first) + len(others)
+        pool = ThreadPoolExecutor(min(self.turn.threads, number or 1))
+        _PROGRESS.add(number)
 
         def start(calls: list[Callable[[], None]]) -> list[Future]:
-            return [pool.submit(_run, call, device) for call in calls]
+            return [pool.submit(self._run, call, device) for call in calls]
 
         # The first of the others takes longest.
         longest = start(others[:1])
         self.first = start(first)
         self.others = longest + start(others[1:])
-        self.are_ready = False
         pool.shutdown(wait=False)
-        self.number, self.start = len(first) + len(others), time.perf_counter()
-        logger.info(f"FlashQLA: threads compile {self.number} kernels, or load them.")
+        self.left, self.lock = {*self.first, *self.others}, threading.Lock()
+        for future in (*self.first, *self.others):
+            future.add_done_callback(self._done)
+
+    def _run(self, call: Callable[[], None], device: torch.device) -> None:
+        self.turn.wait()
+        # The tensors of the call are freed after it.
+        with quiet(), on_device(device):
+            call()
+
+    def _done(self, future: Future) -> None:
+        """Note that a thread has ended. The last one ends the turn of this process."""
+        with self.lock:
+            self.left.discard(future)
+            if (error := future.exception()) is not None and not self.has_failed:
+                self.has_failed = True
+                _tell(error)
+            is_last = not self.left
+        _PROGRESS.one_more()
+        if is_last:
+            self.turn.end(not self.has_failed)
 
     def wait_for_forward(self) -> None:
         """Wait for the kernels of a forward."""
-        _wait(self.first)
-        # The next layers have nothing to wait for, and an error is told once.
-        self.first = []
-        if not self.others:
-            self._are_ready()
+        wait(self.first)
+        self.are_ready = self.are_ready or not self.others
 
     def wait(self, *gradients: torch.Tensor) -> None:
         """Wait for all kernels. Before the backward, autograd calls it with the gradients of the output."""
-        if not self.are_ready:
-            _wait([*self.first, *self.others])
-            self.first = []
-            self._are_ready()
-
-    def _are_ready(self) -> None:
+        wait([*self.first, *self.others])
         self.are_ready = True
-        logger.info(f"FlashQLA: {self.number} kernels are ready after {time.perf_counter() - self.start:.1f} s.")
+
+
+class _Progress:
+    """Tells how many of the kernels of this process are done, and the seconds since it last waited for none."""
+
+    def __init__(self):
+        self.lock, self.number, self.done, self.start = threading.Lock(), 0, 0, 0.0
+
+    def add(self, number: int) -> None:
+        with self.lock:
+            if self.done == self.number:
+                self.start = time.perf_counter()
+            self.number += number
+
+    def one_more(self) -> None:
+        with self.lock:
+            self.done += 1
+            seconds = time.perf_counter() - self.start
+            logger.info(f"FlashQLA: {self.done} of {self.number} kernels are done after {seconds:.1f} s.")
+
+
+_PROGRESS = _Progress()
 
 
 def end_at_once(status: int) -> None:
     """End the process if threads compile. Python would wait for them, and a compiler cannot be stopped."""
-    if any(not future.done() for kernels in _GROUPS.values() for future in (*kernels.first, *kernels.others)):
+    if any(kernels.left for kernels in _GROUPS.values()):
         sys.stdout.flush()
         tilelang_output.flush()
         os._exit(status)
-
-
-def _run(call: Callable[[], None], device: torch.device) -> None:
-    # The tensors of the call are freed after it.
-    with quiet(), on_device(device):
-        call()
-
-
-def _wait(futures: list[Future]) -> None:
-    for future in futures:
-        try:
-            future.result()
-        except Exception as error:
-            _tell(error)
 
 
 def leave_ctrl_c_to_python() -> None:
@@ -165,8 +205,8 @@ def leave_ctrl_c_to_python() -> None:
         z3.set_param("ctrl_c", False)
 
 
-def _tell(error: Exception) -> None:
-    # Not the functions of version 0.1.3. The call itself compiles what it needs.
+def _tell(error: BaseException) -> None:
+    # Such as other functions than those of version 0.1.3. The call itself compiles what it needs.
     logger.info(f"FlashQLA's kernels are compiled one after the other: {error}")
 
 

@@ -75,7 +75,7 @@ from ..state import DATA, State
 from ..steps import Row, loss_of, step_of_parts, whole_rows
 from ..typed import Trainer
 from .first_batch import FirstBatch
-from .warm_up import WarmUpCallback, evaluates
+from .warm_up import WarmUpCallback, evaluates, start_threads
 
 
 # Documents of the row, and the most tokens of each. Their lengths differ, so that means over documents and over tokens do.
@@ -110,6 +110,7 @@ class VerifyCallback(TrainerCallback):
         trainer, key = self.trainer, (weakref.ref(self.trainer.model), id(self.trainer.train_dataset))
         if self._verified == key or state.global_step >= state.max_steps:
             return
+        start_threads(trainer)
         if against_other_rows(trainer) is None and FirstBatch.put_in(
             trainer, train_dataloader, partial(self._check, key)
         ):

@@ -11,16 +11,17 @@ from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ...audit.model_state import as_before
-from ...data.dataset import PackingDataset, find_tree, sampled_lengths
+from ...data.dataset import PackingDataset, sampled_lengths
 from ...data.usual_rows import Rows, rows_of
 from ...errors import described
 from ...models.cuda_graphs import documents_of_graphs, find_text_models, reason_of_layers, remove_graphs
 from ...models.releases import prepare_inputs, rows_per_batch
-from ..checks import compute_dtype, datasets_of, excludes_graphs, say
+from ..checks import compute_dtype, excludes_graphs, has_trees, say
 from ..graphs import choose_graphs
+from ..kernels import Needs, split, start_for
 from ..restore import against_other_rows, inside_ddp
 from ..typed import Trainer
-from ..warm_up import compiles_kernels, make_row, only_loss, split, warm_up
+from ..warm_up import compile_kernels, compiles_kernels, make_row, only_loss
 from .expert_load import ExpertLoad
 
 
@@ -61,6 +62,7 @@ class WarmUpCallback(TrainerCallback):
         why = against_other_rows(trainer) if getattr(args, "padding_free", True) else "batches are padded"
         if why is not None:
             logger.info(f"No row runs before training to {self.purpose}, because {why}.")
+            start_threads(trainer)
             return
         model = inside_ddp(trainer.model_wrapped)
         compared = getattr(trainer, "_compared_rows", None)
@@ -79,16 +81,14 @@ class WarmUpCallback(TrainerCallback):
             trainer._compared_rows = compared
 
     def _prepare(self, model: torch.nn.Module, state: TrainerState) -> None:
-        tokens, documents = largest_row(self.trainer)
-        warm_up(
+        trainer = self.trainer
+        compile_kernels(
             model,
-            tokens,
-            max_documents=documents,
-            collator=self.trainer.data_collator,
+            needs_of(trainer),
+            collator=trainer.data_collator,
             loss=self._loss,
-            dtype=compute_dtype(self.trainer),
-            evaluation=evaluates(self.trainer),
-            trees=any(find_tree(dataset) is not None for dataset in datasets_of(self.trainer)),
+            dtype=compute_dtype(trainer),
+            evaluation=evaluates(trainer),
             progress=self.progress and state.is_local_process_zero,
         )
 
@@ -116,6 +116,7 @@ class GraphsCallback(WarmUpCallback):
 
     def _prepare(self, model: torch.nn.Module, state: TrainerState) -> None:
         trainer = self.trainer
+        start_threads(trainer)
         self._release(model)
         texts = find_text_models(model)
         if not texts or excludes_graphs(trainer) or any(text.layer_graphs is not None for text in texts):
@@ -171,6 +172,24 @@ class GraphsCallback(WarmUpCallback):
         if self.chose:
             self.chose = False
             remove_graphs(model)
+
+
+def needs_of(trainer: Trainer) -> Needs:
+    """Return what the training of a Trainer needs, beside what its model tells."""
+    parallel = getattr(trainer, "sequence_parallel", None)
+    shared = {} if parallel is None else {"processes": parallel.size, "method": parallel.gated_delta_rule}
+    return Needs(*largest_row(trainer), trees=has_trees(trainer), **shared)
+
+
+def start_threads(trainer: Trainer) -> None:
+    """Start threads that compile what the training of a Trainer needs, where no row has started them."""
+    if not compiles_kernels(trainer.args.device):
+        return
+    try:
+        start_for(trainer.model, trainer.args.device, compute_dtype(trainer), needs_of(trainer))
+    except Exception as error:
+        # The first forward starts them, too.
+        logger.info(f"No kernel is compiled before the first row: {described(error)}.")
 
 
 def largest_row(trainer: Trainer) -> tuple[int, int | None]:
