@@ -46,6 +46,7 @@ from transformers.training_args import OptimizerNames
 
 from transformers_packed import DataCollatorWithFlattening, PackingPlan
 from transformers_packed.cli import early, finetune, run_folder
+from transformers_packed.cli.segments import needs_of
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8, versions
 from transformers_packed.models.checkpoint_formats import PackedWeight
@@ -56,6 +57,7 @@ from transformers_packed.models.quantized_weights import ExpertsIn4bit
 from transformers_packed.models.versions import can_cut_rows, can_select_checkpoints, checkpointing_argument
 from transformers_packed.ops import dispatch
 from transformers_packed.training.callbacks import warm_up
+from transformers_packed.training.kernels import Needs
 from transformers_packed.training.optimizers import unwrapped
 
 
@@ -261,6 +263,17 @@ class CommandTest(unittest.TestCase):
         self.assertEqual((needs.trees, needs.segment_tokens, needs.processes), (False, math.inf, 1))
         self.assertEqual((config.model_type, device.type, dtype), ("qwen3_5_text", "cpu", torch.float32))
         self.assertEqual(loaded, "weights")
+
+    def test_what_the_training_needs(self):
+        leaf = {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}
+        settings = Namespace(row_length=None, batch_size=2, segment_tokens=None, sequence_parallel_size=1)
+        samples = Namespace(data=[leaf, {**leaf, "input_ids": [1] * 5}, leaf])
+        self.assertEqual(needs_of(samples, settings), Needs(8))
+        settings.row_length, settings.segment_tokens, settings.sequence_parallel_size = 512, 64, 2
+        self.assertEqual(needs_of(samples, settings), Needs(512, segment_tokens=64, processes=2))
+        # The number is chosen when the model is there.
+        settings.segment_tokens, samples.data = "auto", [{**leaf, "turns": [leaf]}]
+        self.assertEqual(needs_of(samples, settings), Needs(512, trees=True, processes=2))
 
     def test_bad_models(self):
         config = LlamaConfig(

@@ -15,12 +15,13 @@ from transformers import LlamaConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from transformers_packed.cli.options import LONGEST_SAMPLE, SAMPLES, parsers
 from transformers_packed.models import float8
+from transformers_packed.models.versions import can_cut_rows
 from transformers_packed.ops import kernel_archive
 from transformers_packed.ops.backends import caches as backends
 from transformers_packed.ops.compilations import Compilation
 from transformers_packed.training import kernels
 from transformers_packed.training import warm_up as module
-from transformers_packed.training.kernels import Needs
+from transformers_packed.training.kernels import CUT, WHOLE, Needs
 from transformers_packed.training.warm_up import compile_kernels
 
 
@@ -85,6 +86,19 @@ class WarmupCommandTest(unittest.TestCase):
             self.command("--row-length", 200, "--max-documents", 2, "--trees")
         # The last one without gradients.
         self.assertEqual([call.args[1] for call in made.mock_calls], [127, 128, 127])
+
+    def test_rows_that_are_cut(self):
+        """By segments, or between processes: calls of the delta rule have states."""
+        options = "--row-length", 200, "--max-documents", 2
+        cases = [(("--sequence-parallel-size", 2), CUT), ((), WHOLE)]
+        if can_cut_rows():
+            cases += [(("--gradient-checkpointing", "--segment-tokens", n), x) for n, x in ((64, CUT), (200, WHOLE))]
+        for more, expected in cases:
+            with mock.patch.object(kernels.flash_qla, "start_compiling", return_value=[]) as started:
+                self.command(*options, *more)
+            self.assertEqual(started.call_args[0][4], expected, more)
+        stderr = self.command(*options, "--segment-tokens", 64, status=2)
+        self.assertIn("--segment-tokens needs --gradient-checkpointing", stderr)
 
     def test_adapters_of_experts(self):
         options = "--lora", "--experts", "--row-length", 24, "--max-documents", 2

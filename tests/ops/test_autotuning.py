@@ -1,7 +1,9 @@
 """The variants of an autotuned kernel are compiled together. A GPU compiles real ones."""
 
 import logging
+import os
 import sys
+import tempfile
 import threading
 import unittest
 from types import ModuleType, SimpleNamespace
@@ -137,6 +139,8 @@ class FirstCallTest(unittest.TestCase):
         self.enterContext(mock.patch.dict(sys.modules, {package.__name__: package, chunk.__name__: chunk}))
         self.enterContext(mock.patch.object(fla, "_is_compiled_for", lambda x: True))
         self.enterContext(mock.patch.object(compilations, "_TUNED", set()))
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        self.enterContext(mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder))
         self.enterContext(mock.patch.object(fla, "_MEASURED", 8))
 
     def call(self, lengths=(7, 5), requires_grad=True, state=None, **options):
@@ -187,3 +191,33 @@ class FirstCallTest(unittest.TestCase):
         self.assertEqual(self.calls, [(12, True, False, "packed")])
         self.assertIn("one after the other: no threads", " ".join(logs.output))
         self.assertIn("0 kernels compiled and 0 loaded", logs.output[-1])
+
+    @parameterized.expand([("done", True), ("failed", False)])
+    def test_one_process_tunes(self, _, is_done):
+        """It waits for its turn, has the threads of all processes, and ends the turn in any case."""
+        turns, order, tuned = [], [], compilations.tuned_in_threads
+
+        def make(*name):
+            turn = mock.Mock(threads=3)
+            turn.wait.side_effect = lambda: order.append("wait")
+            turn.end.side_effect = lambda is_done: order.append((len(self.calls), is_done))
+            turns.append(name)
+            return turn
+
+        def in_threads(threads):
+            order.append(threads)
+            if not is_done:
+                raise RuntimeError("no threads")
+            return tuned(threads)
+
+        with (
+            mock.patch.object(compilations, "Turn", make),
+            mock.patch.object(compilations, "tuned_in_threads", in_threads),
+        ):
+            self.call()
+            self.call((2, 3, 9))
+        self.assertEqual(order, ["wait", 3, (2 * is_done, is_done)])
+        # No number of a device, and no length of a row, which differ between processes.
+        ((cache, author, device, op, *kind),) = turns
+        self.assertEqual((cache, author, device, op), ("triton", "flash-linear-attention", "cpu", "kimi_delta_rule"))
+        self.assertNotIn("12", "".join(kind))

@@ -1,6 +1,7 @@
 """Compiled kernels are recorded with what selects them. Triton compiles for a GPU on a CPU; TileLang is a stand-in."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,24 @@ print(heard, caches()["triton"])
 """
 
 
+# The process is killed between the files of a kernel and the index that makes it valid.
+KILLED = """
+import os, signal, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton.runtime.cache import FileCacheManager
+from transformers_packed.ops.backends.triton.cross_entropy import _scaled
+from transformers_packed.ops.compilations import compilations
+
+if sys.argv[1] != "0":
+    FileCacheManager.put_group = lambda *_: os.kill(os.getpid(), int(sys.argv[1]))
+signature = {"x_ptr": "*bf16", "factor_ptr": "*fp32", "y_ptr": "*bf16", "count": "i32", "BLOCK": "constexpr"}
+with compilations(lambda one: print(one.from_disk)):
+    kernel = compile(ASTSource(_scaled, signature, {"BLOCK": 4096}, {}), target=GPUTarget("cuda", 90, 32))
+print(len(kernel.asm["cubin"]) > 0)
+"""
+
+
 class Configured:
     """A stand-in for the classes of TileLang and of Triton's autotuner."""
 
@@ -68,6 +87,21 @@ class CompilationsTest(unittest.TestCase):
             f"[False, False, True, False] ({folder!r}, 'TRITON_CACHE_DIR')",
         ]
         self.assertEqual(result.stdout.splitlines()[-4:], lines)
+
+    @unittest.skipUnless(find_spec("triton"), "needs triton")
+    @pytest.mark.slow
+    def test_a_process_that_ends_while_it_compiles(self):
+        """It leaves no kernel that another process would load."""
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+            environment |= {"TRITON_CACHE_DIR": folder}
+            found = []
+            for number in (signal.SIGKILL, signal.SIGINT, 0, 0):
+                command = [sys.executable, "-W", "ignore", "-c", KILLED, str(int(number))]
+                result = subprocess.run(command, capture_output=True, text=True, env=environment)
+                found.append((result.returncode, result.stdout.split()))
+        good = (0, ["False", "True"]), (0, ["True", "True"])
+        self.assertEqual(found, [(-signal.SIGKILL, []), (-signal.SIGINT, []), *good])
 
     @unittest.skipUnless(find_spec("triton"), "needs triton")
     def test_measurements_of_the_autotuner(self):

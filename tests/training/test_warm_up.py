@@ -7,6 +7,7 @@ import itertools
 import random
 import tempfile
 import unittest
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -49,6 +50,9 @@ from transformers_packed.training.callbacks.verify import VerifyCallback
 from transformers_packed.training.callbacks.warm_up import WarmUpCallback
 from transformers_packed.training.kernels import CUT, TREES, WHOLE, Needs
 from transformers_packed.training.warm_up import compile_kernels
+
+
+VERIFY = VerifyCallback.on_train_begin
 
 
 def small(family="qwen3_5", **options):
@@ -446,6 +450,52 @@ class TrainerTest(KernelsTestCase):
         measures = mock.patch.object(callback.GraphsCallback, "_prepare")
         with self.assertNoLogs("transformers_packed", "WARNING"), measures:
             self.assertEqual(self.train(trainer), ["warm up", "step", "step"])
+
+    @parameterized.expand(
+        [
+            ("rows", {"verify": False, "cuda_graphs": False}),
+            ("padded", {"padding_free": False}),
+            ("check", {"compile_before_training": False, "cuda_graphs": False}),
+            ("graphs", {"compile_before_training": False, "verify": False}),
+        ]
+    )
+    def test_threads_start_before_anything_waits(self, who, options):
+        """Whoever comes first starts them: the warm-up, the check of the set-up, or the measurement of CUDA graphs."""
+        trainer = self.build(max_steps=1, **options)
+        if who == "padded":
+            trainer.data_collator = collate_padded
+        started, model = [], trainer.model
+
+        def start(model, device, dtype, needs):
+            self.events.append("start")
+            started.append(needs)
+            return []
+
+        model.register_forward_pre_hook(lambda *_: self.events.append("forward"))
+        with (
+            mock.patch.object(module, "start_for", start),
+            mock.patch.object(callback, "start_for", start),
+            mock.patch.object(VerifyCallback, "on_train_begin", VERIFY),
+            quiet(),
+        ):
+            trainer.train()
+        self.assertEqual(self.events[0], "start")
+        self.assertIn("forward", self.events)
+        self.assertEqual({needs.max_length for needs in started}, {callback.largest_row(trainer)[0]})
+
+    def test_what_a_trainer_needs(self):
+        trainer = self.build()
+        largest = callback.largest_row(trainer)
+        self.assertEqual(callback.needs_of(trainer), Needs(*largest))
+        trainer.sequence_parallel = SimpleNamespace(size=2, gated_delta_rule="heads")
+        self.assertEqual(callback.needs_of(trainer), Needs(*largest, processes=2, method="heads"))
+        # What cannot be started is started by the first forward.
+        with (
+            mock.patch.object(callback, "largest_row", side_effect=KeyError("input_ids")),
+            self.assertLogs("transformers_packed", "INFO") as logs,
+        ):
+            callback.start_threads(trainer)
+        self.assertIn("No kernel is compiled before the first row: KeyError: 'input_ids'", logs.output[0])
 
     def test_the_largest_row(self):
         trainer = self.build(packing=True, max_length=96)

@@ -64,10 +64,10 @@ class Turn:
 
     def __init__(self, cache: str, author: str, *kernels: Any):
         self._waits, self._file, self._is_first = threading.Lock(), None, True
-        parts = kernels, *map(version_of, ("torch", cache, author))
-        name = hashlib.sha256(repr(parts).encode()).hexdigest()
         if (known := caches().get(cache)) is None:
             return
+        parts = kernels, *map(version_of, ("torch", cache, author))
+        name = hashlib.sha256(repr(parts).encode()).hexdigest()
         file: IO[bytes] | None = None
         try:
             folder = Path(known[0]) / _FOLDER
