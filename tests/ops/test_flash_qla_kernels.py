@@ -185,6 +185,11 @@ class FlashQLACompilationTest(unittest.TestCase):
             self.assertEqual(order[0], "wait")
             self.assertEqual(order[-1], not fails)
 
+    def test_a_turn_without_kernels_ends(self):
+        turn = mock.Mock(threads=3)
+        flash_qla_kernels.Kernels(torch.device("cpu"), [], [], turn)
+        turn.end.assert_called_once_with(False)
+
     def test_started_before_there_is_a_row(self):
         goes_on = threading.Event()
         self.barrier = SimpleNamespace(wait=goes_on.wait)

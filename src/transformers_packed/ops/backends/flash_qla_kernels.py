@@ -122,9 +122,12 @@ class Kernels:
         turn: Turn | None = None,
     ):
         self.turn, self.has_failed, self.are_ready = turn or Turn("", ""), False, False
-        number = len(first) + len(others)
-        pool = ThreadPoolExecutor(min(self.turn.threads, number or 1))
-        _PROGRESS.add(number)
+        # The threads that have not ended.
+        self.left, self.lock = len(first) + len(others), threading.Lock()
+        pool = ThreadPoolExecutor(min(self.turn.threads, self.left or 1))
+        _PROGRESS.add(self.left)
+        if not self.left:
+            self.turn.end(False)
 
         def start(calls: list[Callable[[], None]]) -> list[Future]:
             return [pool.submit(self._run, call, device) for call in calls]
@@ -134,24 +137,23 @@ class Kernels:
         self.first = start(first)
         self.others = longest + start(others[1:])
         pool.shutdown(wait=False)
-        self.left, self.lock = {*self.first, *self.others}, threading.Lock()
-        for future in (*self.first, *self.others):
-            future.add_done_callback(self._done)
 
     def _run(self, call: Callable[[], None], device: torch.device) -> None:
-        self.turn.wait()
-        # The tensors of the call are freed after it.
-        with quiet(), on_device(device):
-            call()
-
-    def _done(self, future: Future) -> None:
-        """Note that a thread has ended. The last one ends the turn of this process."""
+        """Compile a kernel. The first error of a thread is told, and the last thread ends the turn of this process."""
+        error: BaseException | None = None
+        try:
+            self.turn.wait()
+            # The tensors of the call are freed after it.
+            with quiet(), on_device(device):
+                call()
+        except BaseException as found:
+            error = found
         with self.lock:
-            self.left.discard(future)
-            if (error := future.exception()) is not None and not self.has_failed:
-                self.has_failed = True
-                _tell(error)
-            is_last = not self.left
+            self.left -= 1
+            is_last, is_told = not self.left, self.has_failed
+            self.has_failed = is_told or error is not None
+        if error is not None and not is_told:
+            _tell(error)
         _PROGRESS.one_more()
         if is_last:
             self.turn.end(not self.has_failed)
