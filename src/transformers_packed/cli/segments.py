@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from math import inf
 from typing import Any
 
 import torch
@@ -72,10 +73,9 @@ def chosen_segments(
 
 def needs_of(samples: Samples, settings: Namespace) -> Needs:
     """What the training needs before the model is there. Segments that are not chosen yet count as none."""
-    segment, processes = settings.segment_tokens, settings.sequence_parallel_size
-    options = {"segment_tokens": segment} if isinstance(segment, int) else {}
-    trees = find_tree(samples.data) is not None
-    return Needs(longest_row(samples, settings), trees=trees, processes=processes, **options)
+    segment = settings.segment_tokens if isinstance(settings.segment_tokens, int) else inf
+    trees, processes = find_tree(samples.data) is not None, settings.sequence_parallel_size
+    return Needs(longest_row(samples, settings), trees=trees, segment_tokens=segment, processes=processes)
 
 
 def longest_row(samples: Samples, settings: Namespace) -> int:

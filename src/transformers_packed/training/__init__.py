@@ -6,5 +6,5 @@
 * Check before the first step: `callbacks/verify.py` runs it, `steps.py` and `padded_steps.py` measure both sides,
   `compare.py` judges, and `restore.py` and `state.py` put everything back. `verify.py` checks a model alone.
 * Step: `losses.py` and `added_losses.py` (losses per document, and beside those of the stock model),
-  `sequence_parallel.py`, `graphs.py`, `run_ahead.py`, `warm_up.py`, `optimizers.py`, `evaluation.py`, `callbacks/`.
+  `sequence_parallel.py`, `graphs.py`, `run_ahead.py`, `kernels.py`, `warm_up.py`, `optimizers.py`, `evaluation.py`, `callbacks/`.
 """
