@@ -51,7 +51,7 @@ from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8, versions
 from transformers_packed.models.checkpoint_formats import PackedWeight
 from transformers_packed.models.checkpoint_kinds import stored_as
-from transformers_packed.models.host_experts import experts_in_host_memory
+from transformers_packed.models.host_experts import names_in_host_memory
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 from transformers_packed.models.quantized_weights import ExpertsIn4bit
 from transformers_packed.models.versions import can_cut_rows, can_select_checkpoints, checkpointing_argument
@@ -770,7 +770,7 @@ class CommandTest(unittest.TestCase):
             out = self.succeeds(*command, "--resume", **where)
         self.assertEqual(copies.copies.copies, 2 * 2 * len(TEXT_CONFIG["layer_types"]))
         self.assertIn("\nExperts in host memory: 0.0 GiB.\n", out)
-        self.assertEqual(len(experts_in_host_memory(self.trainers[-1].model)), 2 * len(TEXT_CONFIG["layer_types"]))
+        self.assertEqual(len(names_in_host_memory(self.trainers[-1].model)), 2 * len(TEXT_CONFIG["layer_types"]))
         self.check_same_weights(whole, self.output)
 
     def test_experts_in_host_memory_of_other_runs(self):

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import torch
 
 from transformers_packed.ops import offload
@@ -53,11 +52,11 @@ class LateCopies(offload.Copies):
         return self.has_room
 
     def start(self, target, source):
-        # Arrays share the memory, and later changes do not count as changes of the tensor.
-        self.copies, (to, of) = self.copies + 1, (x.detach().numpy() for x in (target, source))
+        # These share the memory, and later changes do not count as changes of the tensor.
+        self.copies, (to, of) = self.copies + 1, (x.data for x in (target, source))
         # Bytes of this value are NaN in any floating dtype.
-        to[:] = np.nan if target.is_floating_point() else 255
-        return Event(self, self.time + self.copy_ms, lambda: np.copyto(to, of))
+        to.fill_(float("nan") if target.is_floating_point() else 255)
+        return Event(self, self.time + self.copy_ms, lambda: to.copy_(of))
 
     def pin(self, pages, what, fix):
         self.pinned += 1

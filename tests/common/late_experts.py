@@ -1,4 +1,4 @@
-"""Copies of experts from host memory, on a CPU and as late as they may be."""
+"""Copies of weights from host memory, on a CPU and as late as they may be."""
 
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -11,7 +11,7 @@ from transformers_packed.ops import host_weights, offload
 
 @contextmanager
 def copied_on_a_cpu():
-    """Let products on a CPU read copies of experts. The context is the [`DeviceCopies`] of the CPU."""
+    """Let products on a CPU read copies of weights in host memory. The context is the [`DeviceCopies`] of the CPU."""
     with ExitStack() as stack:
         copies: dict = {}
         stack.enter_context(mock.patch.object(offload, "Copies", LateCopies))
@@ -21,3 +21,11 @@ def copied_on_a_cpu():
         device = torch.device("cpu")
         copies[device] = host_weights.DeviceCopies(device)
         yield copies[device]
+
+
+def without_memory(copies):
+    """Forget all copies. Their memory is free then, if nobody else refers to it."""
+    for copy in copies.layers:
+        if (tensors := copy.of()) is not None:
+            tensors.copy = None
+    copies.layers.clear()

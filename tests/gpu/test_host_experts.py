@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 from common.blocks import stored_and_plain
 from common.gpu import needs_gpu, report, synchronising_is_an_error
+from common.late_experts import without_memory
 from common.real_heads import model_on_gpu, row_on_gpu
 from mixins.model import gradients, total_relative_error
 from ops.test_grouped_dequantization import random_groups
@@ -97,7 +98,7 @@ class HostExpertsTest(unittest.TestCase):
             self.assertTrue(torch.equal(*logits))
             model.train(), other.train()
         self.assertIn("triton", implementations_used()["experts_lora"])
-        self.assertTrue(all(pages.is_pinned() for module in experts_of(other) for pages in host_of(module).pages))
+        self.assertTrue(all(pages.is_pinned() for module in experts_of(other) for pages in host_of(module).pages.values()))
 
     @parameterized.expand([("copies",), ("computation",)])
     def test_slow_streams(self, which):
@@ -179,7 +180,7 @@ class HostExpertsTest(unittest.TestCase):
         torch.cuda.synchronize()
         with_graph = torch.cuda.memory_allocated()
         copies = host_weights._COPIES[torch.device("cuda", torch.cuda.current_device())]
-        copies.layers.clear()
+        without_memory(copies)
         # Both layers that were there are freed.
         self.assertLess(torch.cuda.memory_allocated(), with_graph - bytes_in_host_memory(other) / 2 + 2**20)
         loss.backward()

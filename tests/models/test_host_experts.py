@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 from common.blocks import stored_and_plain
-from common.late_experts import copied_on_a_cpu
+from common.late_experts import copied_on_a_cpu, without_memory
 from common.processes import run_processes
 from common.sharded import batch, wrapped_by
 from common.shown import shows_for_each
@@ -26,7 +26,7 @@ from transformers_packed.models import experts as our_experts
 from transformers_packed.models.checkpoint_formats import Blocks, PackedWeight
 from transformers_packed.models.experts import is_known
 from transformers_packed.models.families import EXPERT_WEIGHTS
-from transformers_packed.models.host_experts import bytes_in_host_memory, experts_in_host_memory
+from transformers_packed.models.host_experts import bytes_in_host_memory, names_in_host_memory
 from transformers_packed.models.host_parameters import WEIGHTS, HostWeight, host_of, loading_to_host, move_to_host
 from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
 from transformers_packed.models.releases import IGNORED_BY_DDP
@@ -148,8 +148,8 @@ class TrainingTest(HostExpertsTestCase):
         with copied_on_a_cpu() as copies:
             self.assert_same(run(other), expected)
             loss = other(**packed_batch(ROWS[0], "cu_seqlens"), use_cache=False).loss
-            buffers = [StorageWeakRef(x.untyped_storage()) for x in copies.layers[-1].buffers]
-            copies.layers.clear()
+            buffers = [StorageWeakRef(x.untyped_storage()) for x in copies.layers[-1].buffers.values()]
+            without_memory(copies)
             self.assertTrue(all(x.expired() for x in buffers))
             loss.backward()
         self.assertTrue(any("q_proj" in str(name) for name in expected))
@@ -182,7 +182,7 @@ class TrainingTest(HostExpertsTestCase):
         other = copy.deepcopy(model)
         with copied_on_a_cpu():
             self.assert_same(gradients(other, ROWS[0]), gradients(model, ROWS[0]))
-        pages = [{x.data_ptr() for module in experts_of(one) for x in host_of(module).pages} for one in (model, other)]
+        pages = [{x.data_ptr() for module in experts_of(one) for x in host_of(module).pages.values()} for one in (model, other)]
         self.assertEqual([len(x) for x in pages], [8, 8])
         self.assertFalse(pages[0] & pages[1])
 
@@ -239,7 +239,7 @@ class TrainingTest(HostExpertsTestCase):
 def ddp(on_host):
     model, ignored = mixture(), []
     if on_host:
-        ignored = experts_in_host_memory(keep_experts_in_host_memory(model))
+        ignored = names_in_host_memory(keep_experts_in_host_memory(model))
         setattr(model, IGNORED_BY_DDP, ignored)
     wrapped = wrapped_by("ddp", model)
     wrapped(**batch(torch.distributed.get_rank())).loss.backward()
@@ -259,7 +259,7 @@ class MovesTest(HostExpertsTestCase):
             for x in host_parameters._tensors_of(module, name)
         )
         keep_experts_in_host_memory(model)
-        names = experts_in_host_memory(model)
+        names = names_in_host_memory(model)
         self.assertEqual({name.rpartition(".")[2] for name in names} >= {*WEIGHTS}, True)
         # Each tensor begins at a multiple of some bytes.
         self.assertLessEqual(size, bytes_in_host_memory(model))
@@ -295,7 +295,7 @@ class MovesTest(HostExpertsTestCase):
             model.save_pretrained(folder)
             loaded = type(model).from_pretrained(folder)
         self.assertTrue(torch.equal(loaded(**row).logits, logits))
-        self.assertEqual(experts_in_host_memory(loaded), [])
+        self.assertEqual(names_in_host_memory(loaded), [])
         keep_experts_in_host_memory(loaded.requires_grad_(False)).load_state_dict(expected)
 
     def test_adapters_are_saved_and_merged(self):
@@ -349,7 +349,7 @@ class RefusalsTest(unittest.TestCase):
     def check(self, message, model):
         with self.assertRaisesRegex(ValueError, message):
             keep_experts_in_host_memory(model)
-        self.assertEqual(experts_in_host_memory(model), [])
+        self.assertEqual(names_in_host_memory(model), [])
 
     def test_models(self):
         self.check(
@@ -362,7 +362,7 @@ class RefusalsTest(unittest.TestCase):
         )
         model = patch_model(builtin_model("qwen3_5_moe"))
         self.check(
-            "expected frozen experts in host memory, got a trained gate_up_proj. Call it after get_peft_model", model
+            "expected frozen weights in host memory, got a trained gate_up_proj. Call it after get_peft_model", model
         )
         model.requires_grad_(False)
         experts_of(model)[1].register_parameter("bias", torch.nn.Parameter(torch.zeros(1), False))
@@ -382,7 +382,7 @@ class RefusalsTest(unittest.TestCase):
     def test_what_comes_later(self):
         model = keep_experts_in_host_memory(mixture(adapters=False))
         row = packed_batch(ROWS[0], "cu_seqlens")
-        with self.assertRaisesRegex(ValueError, "got experts in host memory, which stock classes do not copy"):
+        with self.assertRaisesRegex(ValueError, "got weights in host memory, which stock classes do not copy"):
             unpatch_model(model)
         with copied_on_a_cpu():
             model.set_experts_implementation("grouped_mm")
@@ -393,7 +393,7 @@ class RefusalsTest(unittest.TestCase):
             model.set_experts_implementation("transformers_packed")
             experts_of(model)[0].gate_up_proj.requires_grad_(True)
             with self.assertRaisesRegex(
-                ValueError, "expected frozen experts in host memory, got a trained gate_up_proj"
+                ValueError, "expected frozen weights in host memory, got a trained gate_up_proj"
             ):
                 model(**row)
             experts_of(model)[0].gate_up_proj.requires_grad_(False)
@@ -405,7 +405,7 @@ class RefusalsTest(unittest.TestCase):
         (text,) = cuda_graphs.text_models_of(model)
         inputs = torch.empty(0, requires_grad=True)
         reasons = cuda_graphs._reasons_of_layers(text.layers, list(text.layers.modules()), inputs)
-        self.assertEqual(next(reason for holds, reason in reasons if holds), "the experts are in host memory")
+        self.assertEqual(next(reason for holds, reason in reasons if holds), "weights are in host memory")
 
     def test_a_parameter_of_another_name_is_plain(self):
         weight = HostWeight(torch.ones(2), requires_grad=False)

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from unittest import mock
 
 import torch
-from common.late_experts import copied_on_a_cpu
+from common.late_experts import copied_on_a_cpu, without_memory
 from mixins.triton import InterpretedKernelsTest
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -130,24 +130,40 @@ class CopiesTest(unittest.TestCase):
         self.assertEqual(self.copies.copies.queue, [])
 
     def test_two_layers_at_most(self):
-        alive: list = []
+        filled = []
         start = self.copies._start
 
         def counted(tensors):
             found = start(tensors)
-            alive.append(StorageWeakRef(found.buffers[0].untyped_storage()))
-            self.assertLessEqual(sum(not x.expired() for x in alive), 2)
+            copies = [layer.copy for layer in self.layers if layer.copy]
+            sizes = [[x.untyped_storage().nbytes() for x in copy.buffers.values()] for copy in copies]
+            filled.append(sum(map(any, sizes)))
+            self.assertTrue(all(all(x) or not any(x) for x in sizes))
             return found
 
         with mock.patch.object(self.copies, "_start", counted):
             self.use(*2 * [*FORWARD, *BACKWARD], 2, 0, 3)
-        self.assertGreater(len(alive), 10)
+        self.assertGreater(len(filled), 10)
+        self.assertEqual(max(filled), 2)
 
-    def test_memory_in_use_is_not_overwritten(self):
-        """A copy that somebody still reads keeps its memory, however many layers come after it."""
-        views = [(self.layers[0].on(CPU, at)[0][-1:], numbers(0)[at][0][-1:]) for at in (0, 1)]
+    def test_a_copy_keeps_its_storage(self):
+        """Who refers to a copy holds no memory after two other layers, and finds the values when the layer is asked again."""
+        views = [self.layers[0].on(CPU, at)[0][-1:] for at in (0, 1)]
+        versions = [x._version for x in views]
         self.use(*2 * [1, 2, 3, 2, 1])
-        self.assertTrue(all(torch.equal(*pair) for pair in views))
+        self.assertEqual([x.untyped_storage().nbytes() for x in views], [0, 0])
+        self.layers[0].changes += 1
+        self.use(0)
+        self.assertTrue(all(torch.equal(x, numbers(0)[at][0][-1:]) for at, x in enumerate(views)))
+        # Autograd would refuse to read tensors that have changed since it saved them.
+        self.assertEqual([x._version for x in views], versions)
+
+    def test_other_sizes(self):
+        self.use(*FORWARD)
+        self.layers[0].keep(0, [torch.ones(100), torch.zeros(3)])
+        self.layers[0].keep("more", [torch.full((5,), 7)])
+        self.assertEqual([x.tolist() for x in self.layers[0].on(CPU, 0)], [[1.0] * 100, [0.0] * 3])
+        self.assertEqual(self.layers[0].on(CPU, "more")[0].tolist(), [7] * 5)
 
     def test_changed_values(self):
         self.use(*FORWARD)
@@ -163,7 +179,7 @@ class CopiesTest(unittest.TestCase):
         self.assertTrue(torch.equal(self.layers[3].on(CPU, 0)[0], numbers(3)[0][0] + 2))
 
     def test_a_copy_is_empty(self):
-        self.assertEqual(copy.deepcopy(self.layers[0]).lists, [])
+        self.assertEqual(copy.deepcopy(self.layers[0]).lists, {})
 
     def test_layers_that_are_gone(self):
         self.use(*FORWARD, *BACKWARD)
@@ -191,7 +207,7 @@ class CopiesTest(unittest.TestCase):
             tensors.pin(copies)
         for _ in range(2):
             tensors.pin(copies)
-        self.assertEqual([x.data_ptr() for x in pinned], [x.data_ptr() for x in tensors.pages])
+        self.assertEqual([x.data_ptr() for x in pinned], [x.data_ptr() for x in tensors.pages.values()])
 
     def test_inference(self):
         with torch.inference_mode():
@@ -214,8 +230,8 @@ class ExpertsTest(InterpretedKernelsTest):
             ]
             y = experts(x, index, torch.ones(3, 2), *stored, impl=impl)
             self.assertTrue(torch.equal(y, expected))
-            buffers = [StorageWeakRef(x.untyped_storage()) for copy in copies.layers for x in copy.buffers]
-            copies.layers.clear()
+            buffers = [StorageWeakRef(x.untyped_storage()) for x in copies.layers[0].buffers.values()]
+            without_memory(copies)
             gc.collect()
             self.assertEqual([x.expired() for x in buffers], [True, True])
             upstream = torch.randn_like(y)
@@ -251,7 +267,7 @@ class StreamsTest(unittest.TestCase):
             self.assertEqual(log, ["compute waits for a", *one, "compute waits for c"])
             # A product on another stream.
             other, buffer = mock.Mock(), mock.Mock()
-            copies.layers[-1].buffers = [buffer]
+            copies.layers[-1].buffers = {0: buffer}
             with mock.patch("torch.cuda.current_stream", lambda device: other):
                 copies.get(layers[2], 0)
             other.wait_event.assert_called_once_with("c")

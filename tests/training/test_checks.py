@@ -35,7 +35,7 @@ from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.errors import first_error
 from transformers_packed.models import verdict
 from transformers_packed.models.checkpoint_formats import stored_weight
-from transformers_packed.models.host_experts import experts_in_host_memory
+from transformers_packed.models.host_experts import names_in_host_memory
 from transformers_packed.models.releases import IGNORED_BY_DDP
 from transformers_packed.models.versions import supports_other_families
 from transformers_packed.training import checks as module
@@ -197,7 +197,7 @@ class ReasonsTest(ConfigureTestCase):
         self.assertEqual(
             excludes_graphs(trainer), "experts in host memory, whose copies have other addresses in each step"
         )
-        names = experts_in_host_memory(trainer.model)
+        names = names_in_host_memory(trainer.model)
         said(configure_packing, trainer)
         self.assertEqual(getattr(trainer.model, IGNORED_BY_DDP), names)
         self.assertTrue(names)

@@ -377,7 +377,7 @@ def _reasons_of_layers(
     yield saved_tensor_hooks() is not None, "a saved-tensor hook is active"
     isolated = all(isolates(layer.mlp.experts) for layer in layers if hasattr(layer.mlp, "experts"))
     yield not isolated, "the kernels of the experts depend on the routing"
-    yield any(host_of(module) is not None for module in modules), "the experts are in host memory"
+    yield any(host_of(module) is not None for module in modules), "weights are in host memory"
     trained = hidden_states.requires_grad
     for module in modules:
         if _is_hooked(module):

@@ -8,7 +8,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .families import EXPERT_CLASSES, EXPERT_WEIGHTS
-from .host_parameters import loaded
+from .host_parameters import loaded, loaded_linear
 from .quantization import QuantizationMixin
 from .quantized_weights import ExpertsIn4bit, dequantize, write_entries
 
@@ -38,7 +38,10 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
     def get_weight_conversions(self) -> list:
         names = [(name, [*(f"{name}.{entry}" for entry in _ENTRIES), name]) for name in EXPERT_WEIGHTS]
         ours = [WeightConverter(entries, name, [_Deserialize(self)]) for name, entries in names]
-        return [*super().get_weight_conversions(), *(ours if self.pre_quantized else ())]
+        theirs = super().get_weight_conversions()
+        for conversion in theirs:
+            conversion.operations.append(_Stay(self))
+        return [*theirs, *(ours if self.pre_quantized else ())]
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         dequantize(model, dtype)
@@ -55,7 +58,7 @@ class _Quantize(ConversionOps):
     def convert(self, input_dict: dict, **kwargs: Any) -> dict:  # type: ignore[override]
         ((name, value),) = input_dict.items()
         if not name.endswith(EXPERT_WEIGHTS):
-            return self.theirs.convert(input_dict, **kwargs)
+            return _where_they_stay(self.theirs.convert(input_dict, **kwargs), kwargs["model"])
         config = self.hf_quantizer.quantization_config
         value = value[0] if isinstance(value, list) else value
         weights = ExpertsIn4bit.of(value, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant)
@@ -80,6 +83,24 @@ class _Deserialize(ConversionOps):
         entries = {key.removeprefix(f"{name}."): value for key, value in entries.items()}
         weights = ExpertsIn4bit(packed, QuantState.from_dict(entries, packed.device))
         return {name: _parameter(kwargs["model"], kwargs["full_layer_name"], weights)}
+
+
+class _Stay(ConversionOps):
+    """Leave the weight of a linear layer, which bitsandbytes has quantized earlier, where it stays."""
+
+    def __init__(self, quantizer: ExpertsQuantizer):
+        self.hf_quantizer = quantizer
+
+    def convert(self, input_dict: dict, **kwargs: Any) -> dict:  # type: ignore[override]
+        path = kwargs["full_layer_name"].rpartition(".")[0]
+        found = {f"{path}.{name}": weight for name, weight in input_dict.items()}
+        moved = _where_they_stay(found, kwargs["model"])
+        return {name: moved[f"{path}.{name}"] for name in input_dict}
+
+
+def _where_they_stay(weights: dict, model: Any) -> dict:
+    modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in weights}
+    return {name: loaded_linear(name, modules[name], weight) for name, weight in weights.items()}
 
 
 def _parameter(model: Any, name: str, weights: ExpertsIn4bit) -> torch.nn.Parameter:

@@ -8,7 +8,7 @@ from ..errors import Rule, first_error
 from ..foreign import experts_of
 from .experts import is_known
 from .families import OWN, titles
-from .host_parameters import check_weights, host_of, move_to_host
+from .host_parameters import check_weights, host_of, move_to_host, parts_of
 from .installed import EXPERTS
 from .releases import has_hooks
 from .replacements import Model
@@ -50,7 +50,13 @@ def keep_experts_in_host_memory(model: Model) -> Model:
     ```
     """
     found = [module for module in model.modules() if is_known(module)]
-    if (error := first_error(_rules(model, found))) is not None:
+    able, gpu = titles([family for family in OWN if family.experts]), "Leave the experts on the GPU."
+    rules = [
+        (not found, f"a {able} model with experts", type(model).__name__, gpu),
+        *rules_of_experts(found),
+        *rules_of_weights(model, found, "experts"),
+    ]
+    if (error := first_error(rules)) is not None:
         raise error
     for module in found:
         check_weights(module)
@@ -59,33 +65,30 @@ def keep_experts_in_host_memory(model: Model) -> Model:
     return model
 
 
-def experts_in_host_memory(model: torch.nn.Module) -> list[str]:
-    """Return the names of parameters of experts in host memory."""
-    return [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if host_of(module) is not None
-        for name, _ in module.named_parameters(recurse=False)
-    ]
+def names_in_host_memory(model: torch.nn.Module) -> list[str]:
+    """Return the names of parameters in host memory."""
+    return [f"{path}.{name}" for path, module in model.named_modules() for name in parts_of(module)]
 
 
 def bytes_in_host_memory(model: torch.nn.Module) -> int:
-    """Return the bytes of the experts in host memory."""
-    hosts = [host for module in model.modules() if (host := host_of(module)) is not None]
-    return sum(pages.nbytes for host in hosts for pages in host.pages)
+    """Return the bytes of the weights in host memory."""
+    hosts = {id(host): host for module in model.modules() if (host := host_of(module)) is not None}
+    return sum(pages.nbytes for host in hosts.values() for pages in host.pages.values())
 
 
-def _rules(model: Any, found: list[Any]) -> list[Rule]:
-    """The reasons why the experts of a model cannot stay in host memory, whatever their weights are."""
-    gpu = "Leave the experts on the GPU."
-    fix = "Load it after transformers_packed.register(), or pass it to patch_model first."
-    able = titles([family for family in OWN if family.experts])
-    others = ", ".join(sorted({str(experts_of(module.config)) for module in found} - {EXPERTS}))
-    sharded = next((x for module in found for x in module.parameters() if hasattr(x, "device_mesh")), None)
+def rules_of_weights(model: Any, modules: list[Any], what: str) -> list[Rule]:
+    """The reasons why the weights of modules cannot stay in host memory. `what` names them."""
+    gpu = f"Leave the {what} on the GPU."
+    sharded = next((x for module in modules for x in module._parameters.values() if hasattr(x, "device_mesh")), None)
     return [
-        (not found, f"a {able} model with experts", type(model).__name__, gpu),
-        (others, f'experts_implementation="{EXPERTS}" for experts in host memory', others, fix),
-        (sharded is not None, "whole experts in host memory", "experts that several processes share", gpu),
-        (gathers_weights(model), "a model without FSDP and ZeRO-3 for experts in host memory", "a sharded one", gpu),
-        (any(map(has_hooks, found)), "experts that stay in host memory", "a device_map, by which accelerate moves them", gpu),
+        (sharded is not None, f"whole {what} in host memory", f"{what} that several processes share", gpu),
+        (gathers_weights(model), f"a model without FSDP and ZeRO-3 for {what} in host memory", "a sharded one", gpu),
+        (any(map(has_hooks, modules)), f"{what} that stay in host memory", "a device_map, by which accelerate moves them", gpu),
     ]  # fmt: skip
+
+
+def rules_of_experts(found: list[Any]) -> list[Rule]:
+    """The reasons why the op of this package does not compute experts."""
+    fix = "Load it after transformers_packed.register(), or pass it to patch_model first."
+    others = ", ".join(sorted({str(experts_of(module.config)) for module in found} - {EXPERTS}))
+    return [(others, f'experts_implementation="{EXPERTS}" for experts in host memory', others, fix)]

@@ -1,25 +1,41 @@
-"""Experts whose weights are in host memory: their parameters, and the copies that the op reads. `host_experts.py` moves them.
+"""Weights in host memory: their parameters, and the copies that layers and products read.
 
-A module of experts in host memory has two attributes. `host_tensors` is a [`HostTensors`]. `_apply` leaves the weights where
-they are when PyTorch, accelerate or a Trainer moves the model.
+A module with weights in host memory has two attributes. `host_tensors` is a [`HostTensors`]. `_apply` leaves the weights where
+they are when PyTorch, accelerate or a Trainer moves the model. The modules of a decoder layer share the [`HostTensors`] of the
+layer, which copies their weights together.
+
+The op for experts asks for copies in each product. Linear layers have copies as parameters while their decoder layer runs,
+also when a checkpoint runs it again, so whatever calls or wraps them finds weights on its device. A backward of the layer asks
+for the copies again before it begins. [`reads_host_weights`] does both. `host_experts.py` and `host_layers.py` move weights.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..errors import input_error
 from ..foreign import swapped
 from ..ops.host_weights import HostTensors, is_apart
-from .quantized_weights import StoredWeight, tensors_of, with_tensors
+from .quantized_weights import copied_weights, has_parts, is_in_4bit, tensors_of, with_tensors
 
 
 WEIGHTS = ("gate_up_proj", "down_proj")
+# Of a linear layer.
+WEIGHT = "weight"
+# Bytes of a linear layer's weight below which it goes to the GPU with the model.
+SMALLEST = 1 << 20
 _HOST, _APPLY = "host_tensors", "_apply"
-_LOADS = {"to_host": False}
+# The key of the weights of all linear layers of a decoder layer.
+_LINEARS = "linear layers"
+# The attribute of a forward that reads copies.
+_MARK = "reads_host_weights"
+_LOADS = {"experts": False, "layers": False}
+_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 
 
 class HostWeight(torch.nn.Parameter):
@@ -47,8 +63,13 @@ class HostWeight(torch.nn.Parameter):
 
 
 def host_of(module: Any) -> HostTensors | None:
-    """Return the tensors of experts that stay in host memory, or `None` for other modules."""
+    """Return the tensors of a module that stay in host memory, or `None` for other modules."""
     return vars(module).get(_HOST)
+
+
+def parts_of(module: Any) -> list[str]:
+    """List the parameters of a module that stay in host memory."""
+    return [] if host_of(module) is None else [part for name in (*WEIGHTS, WEIGHT) for part in _parts_of(module, name)]
 
 
 def needs_copies(module: torch.nn.Module, device: torch.device) -> bool:
@@ -64,22 +85,110 @@ def copies_of(module: torch.nn.Module, name: str, device: torch.device) -> Calla
     """
     for part in _parts_of(module, name):
         _check_frozen(part, module._parameters[part])
-    at, host = WEIGHTS.index(name), host_of(module)
-    if host is None or not host.holds(at, _tensors_of(module, name)):
+    host = host_of(module)
+    if host is None or not host.holds(name, _tensors_of(module, name)):
         # The module is a copy of another one, or its weights have been replaced.
         host = move_to_host(module)
-    return partial(host.on, device, at)
+    return partial(host.on, device, name)
 
 
 def with_copies(module: Any, device: torch.device) -> AbstractContextManager:
-    """Let the module's parameters be copies on a device meanwhile."""
+    """Let the parameters of experts be copies on a device meanwhile."""
     copies: dict[str, torch.Tensor] = {}
     for name in WEIGHTS:
-        tensors = iter(copies_of(module, name, device)())
-        for part in _parts_of(module, name):
-            weight = module._parameters[part]
-            copies[part] = with_tensors(weight, tensors) if isinstance(weight, StoredWeight) else next(tensors)
+        copies |= _as_parameters(module, name, iter(copies_of(module, name, device)()))
     return swapped(module._parameters, **copies)
+
+
+def _as_parameters(module: Any, name: str, tensors: Iterator[torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+    """Return parameters like those of a weight with the next tensors."""
+    return {part: _parameter(module._parameters[part], tensors) for part in _parts_of(module, name)}
+
+
+def _parameter(like: Any, tensors: Iterator[torch.Tensor]) -> torch.nn.Parameter:
+    weight = with_tensors(like, tensors) if has_parts(like) else next(tensors)
+    # Those of bitsandbytes are parameters already.
+    return weight if isinstance(weight, torch.nn.Parameter) else torch.nn.Parameter(weight, requires_grad=False)
+
+
+def reads_host_weights(forward: Callable) -> Callable:
+    """Method decorator: linear layers have copies of weights in host memory while this forward of a decoder layer runs."""
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        layer: Any = args[0]
+        host = host_of(layer)
+        if host is None:
+            return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            got, fix = "torch.compile", "Leave the layers on the GPU."
+            raise input_error("layers in host memory to run without compilation", got, fix)
+        device = (args[1] if len(args) > 1 else kwargs["hidden_states"]).device
+        with _layer_with_copies(layer, host, device):
+            output = forward(*args, **kwargs)
+        if is_apart(device):
+            _ask_before_backward(output, partial(host.on, device, _LINEARS))
+        return output
+
+    setattr(run, _MARK, True)
+    return run
+
+
+def can_read_host_weights(layer: torch.nn.Module) -> bool:
+    """Whether the forward of a decoder layer is one of [`reads_host_weights`]."""
+    return hasattr(type(layer).forward, _MARK)
+
+
+@contextmanager
+def _layer_with_copies(layer: torch.nn.Module, host: HostTensors, device: torch.device) -> Iterator[None]:
+    linears = _linears_of(layer)
+    for linear in linears:
+        for part in _parts_of(linear, WEIGHT):
+            _check_frozen(part, linear._parameters[part])
+    if not host.holds(_LINEARS, _all_tensors_of(linears)):
+        # The layer is a copy of another one, or weights have been replaced.
+        move_linears_to_host(layer, linears)
+    tensors = iter(host.on(device, _LINEARS) if is_apart(device) else host.lists[_LINEARS])
+    with ExitStack() as stack:
+        for linear in linears:
+            stack.enter_context(swapped(linear._parameters, **_as_parameters(linear, WEIGHT, tensors)))
+        yield
+
+
+def _ask_before_backward(output: Any, ask: Callable[[], Any]) -> None:
+    """Call `ask` before the backward of these outputs.
+
+    Some functions keep weights where no hook of autograd sees them, and read them before anything is computed again.
+    """
+
+    def hook(_: torch.Tensor) -> None:
+        ask()
+
+    for x in tree_leaves(output):
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            x.register_hook(hook)
+
+
+def _linears_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
+    """List the linear layers of a decoder layer whose weights are in host memory."""
+    return [module for module in layer.modules() if host_of(module) is not None and _parts_of(module, WEIGHT)]
+
+
+def move_linears_to_host(layer: torch.nn.Module, linears: list[Any]) -> HostTensors:
+    """Move the weights of linear layers of a decoder layer to pages of host memory, and keep them there.
+
+    Raises:
+        `ValueError`: a weight is of a kind without copies.
+    """
+    for linear in linears:
+        check_weights(linear)
+    host = host_of(layer) or HostTensors()
+    setattr(layer, _HOST, host)
+    moved = iter(host.keep(_LINEARS, _all_tensors_of(linears)))
+    for linear in linears:
+        keep_in_place(linear, host)
+        _set_moved(linear, WEIGHT, moved, host)
+    return host
 
 
 def move_to_host(module: Any) -> HostTensors:
@@ -90,64 +199,105 @@ def move_to_host(module: Any) -> HostTensors:
     """
     check_weights(module)
     host = keep_in_place(module)
-    for at, name in enumerate(WEIGHTS):
-        if len(host.lists) > at and host.holds(at, _tensors_of(module, name)):
-            continue
-        moved = iter(host.keep(at, _tensors_of(module, name)))
-        with torch.inference_mode(False):
-            for part in _parts_of(module, name):
-                module._parameters[part] = _in_memory_of(moved, module._parameters[part], host)
+    for name in WEIGHTS:
+        tensors = _tensors_of(module, name)
+        if not host.holds(name, tensors):
+            _set_moved(module, name, iter(host.keep(name, tensors)), host)
     return host
 
 
-def keep_in_place(module: Any) -> HostTensors:
-    """Let moves of the model leave the weights of a module of experts where they are, before they are in pages or after."""
-    host = host_of(module)
-    if host is None:
-        host = HostTensors()
+def _set_moved(module: Any, name: str, moved: Iterator[torch.Tensor], host: HostTensors) -> None:
+    with torch.inference_mode(False):
+        for part in _parts_of(module, name):
+            _set(module, part, _in_memory_of(moved, module._parameters[part], host))
+
+
+def _set(module: Any, part: str, weight: torch.nn.Parameter) -> None:
+    module._parameters[part] = weight
+    if is_in_4bit(weight):
+        # bitsandbytes' layer has it too, for parameters that have lost it.
+        module.quant_state = weight.quant_state
+
+
+def keep_in_place(module: Any, host: HostTensors | None = None) -> HostTensors:
+    """Let moves of the model leave the weights of a module where they are, before they are in pages or after.
+
+    They share `host` with other weights of a decoder layer if it is given.
+    """
+    host = host or host_of(module) or HostTensors()
+    if host_of(module) is not host:
         setattr(module, _HOST, host)
         setattr(module, _APPLY, partial(_left, module))
     return host
 
 
-def loading_to_host() -> AbstractContextManager:
-    """Keep experts that bitsandbytes quantizes on a GPU in host memory meanwhile, each as soon as it is quantized."""
-    return swapped(_LOADS, to_host=True)
+def loading_to_host(layers: bool = False) -> AbstractContextManager:
+    """Keep experts that bitsandbytes quantizes on a GPU in host memory meanwhile, each as soon as it is quantized.
+
+    With `layers`, large linear layers of decoder layers too.
+    """
+    return swapped(_LOADS, experts=True, layers=layers)
 
 
 def loaded(module: torch.nn.Module, weights: Any) -> Any:
     """Return weights of experts where they stay when a model is loaded."""
-    if not _LOADS["to_host"]:
+    if not _LOADS["experts"]:
         return weights
     keep_in_place(module)
     return weights.copied(lambda x: x.cpu())
 
 
+def loaded_linear(name: str, module: Any, weight: Any) -> Any:
+    """Return the weight of a linear layer in 4 bit, the parameter `name` of a model, where it stays when it is loaded."""
+    if not _LOADS["layers"] or not is_in_4bit(weight) or not _LAYER.search(name) or not is_large([weight]):
+        return weight
+    keep_in_place(module)
+    moved = copied_weights(weight, lambda x: x.cpu())
+    module.quant_state = moved.quant_state
+    return moved
+
+
+def is_large(weights: Iterable[torch.Tensor]) -> bool:
+    """Whether weights of a linear layer are worth copies."""
+    return sum(tensor.nbytes for weight in weights for tensor in tensors_of(weight)) >= SMALLEST
+
+
 def _left(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
     """`Module._apply` that leaves the weights where they are. It refuses to change their dtype."""
-    for weight in module._parameters.values():
-        if weight is not None and (dtype := function(torch.empty(0, dtype=weight.dtype)).dtype) != weight.dtype:
+    parts = parts_of(module)
+    for part in parts:
+        before = module._parameters[part].dtype  # type: ignore[union-attr]
+        if (dtype := function(torch.empty(0, dtype=before)).dtype) != before:
             fix = "Load the model in this dtype."
-            raise input_error("experts in host memory in the dtype in which they were loaded", dtype, fix)
-    return module
+            raise input_error("weights in host memory in the dtype in which they were loaded", dtype, fix)
+    with swapped(module._parameters, **dict.fromkeys(parts)):
+        return type(module)._apply(module, function, recurse)
 
 
 def check_weights(module: torch.nn.Module) -> None:
-    """Raise a `ValueError` if a weight of a module of experts is trained, or of a kind without copies."""
-    parts = [part for weight in WEIGHTS for part in _parts_of(module, weight)]
+    """Raise a `ValueError` if a weight of experts or of a linear layer is trained, or of a kind without copies."""
+    parts = [part for weight in (*WEIGHTS, WEIGHT) for part in _parts_of(module, weight)]
+    is_linear = WEIGHT in parts
     for name, weight in module.named_parameters(recurse=False):
         kind = type(weight)
-        known = kind in (torch.nn.Parameter, HostWeight) or isinstance(weight, StoredWeight)
-        if name not in parts or not known:
-            expected = f"experts with {' and '.join(WEIGHTS)} alone in host memory, plain or quantized by this package"
-            raise input_error(expected, f"{name}, a {kind.__name__}", "Leave the experts on the GPU.")
-        _check_frozen(name, weight)
+        known = kind in (torch.nn.Parameter, HostWeight) or has_parts(weight)
+        if name in parts and not known or not (name in parts or is_linear):
+            what = "a linear layer" if is_linear else f"experts with {' and '.join(WEIGHTS)} alone"
+            expected = f"{what} in host memory, plain or quantized by this package"
+            raise input_error(expected, f"{name}, a {kind.__name__}", "Leave the weights on the GPU.")
+        if name in parts:
+            _check_frozen(name, weight)
 
 
 def _check_frozen(name: str, weight: Any) -> None:
     if weight.requires_grad:
-        fix = "Call it after get_peft_model, which freezes them, or leave the experts on the GPU."
-        raise input_error("frozen experts in host memory", f"a trained {name}", fix)
+        fix = "Call it after get_peft_model, which freezes them, or leave the weights on the GPU."
+        raise input_error("frozen weights in host memory", f"a trained {name}", fix)
+
+
+def weights_of(module: Any, name: str) -> list[torch.nn.Parameter]:
+    """List the parameters of a weight."""
+    return [module._parameters[part] for part in _parts_of(module, name)]
 
 
 def _parts_of(module: Any, name: str) -> list[str]:
@@ -156,14 +306,17 @@ def _parts_of(module: Any, name: str) -> list[str]:
 
 
 def _tensors_of(module: Any, name: str) -> list[torch.Tensor]:
-    parts = _parts_of(module, name)
-    return [x.detach() for part in parts for x in tensors_of(module._parameters[part])]
+    return [x.detach() for weight in weights_of(module, name) for x in tensors_of(weight)]
 
 
-def _in_memory_of(moved: Any, parameter: Any, host: HostTensors) -> torch.nn.Parameter:
+def _all_tensors_of(linears: list[Any]) -> list[torch.Tensor]:
+    return [x for linear in linears for x in _tensors_of(linear, WEIGHT)]
+
+
+def _in_memory_of(moved: Iterator[torch.Tensor], parameter: Any, host: HostTensors) -> torch.nn.Parameter:
     """Return a parameter with the next tensors of `moved`."""
-    if isinstance(parameter, StoredWeight):
-        return torch.nn.Parameter(with_tensors(parameter, moved), requires_grad=False)
+    if has_parts(parameter):
+        return _parameter(parameter, moved)
     if isinstance(parameter, HostWeight):
         # Whoever has replaced its data may put it back, such as the check before the first step.
         weight, weight.data = parameter, next(moved)

@@ -92,7 +92,9 @@ def initialize_in_4bit(model: Any, config: BitsAndBytesConfig, device: torch.dev
     """
     for name, module in initialized_modules(model, device):
         if type(module) is torch.nn.Linear and not keeps_dtype(name):
-            model.set_submodule(name, in_4bit(module, config))
+            new: Any = in_4bit(module, config)
+            new.weight = late("host_parameters").loaded_linear(f"{name}.weight", new, new.weight)
+            model.set_submodule(name, new)
         for parameter in EXPERT_WEIGHTS if type(module).__name__ in EXPERT_CLASSES else ():
             parameter = parameter.rpartition(".")[2]
             old = getattr(module, parameter).data

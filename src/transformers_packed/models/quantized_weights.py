@@ -140,17 +140,44 @@ class ExpertsIn4bit(StoredWeight):
         return values.view(number, *self.shape[1:])
 
     def copied(self, copied: Any, dtype: torch.dtype | None = None) -> "ExpertsIn4bit":
-        state = copy.copy(self.state)
-        state.absmax, state.code = copied(state.absmax), copied(state.code)
-        if state.nested:
-            state.offset, state.state2 = copied(state.offset), copy.copy(state.state2)
-            state.state2.absmax, state.state2.code = copied(state.state2.absmax), copied(state.state2.code)
+        state = _copied_state(self.state, copied)
         return ExpertsIn4bit(copied(self.packed), state, dtype or self.dtype)
 
 
+def _copied_state(state: Any, copied: Any) -> Any:
+    """Return bitsandbytes' state of a weight with `copied` of each tensor."""
+    state = copy.copy(state)
+    state.absmax, state.code = copied(state.absmax), copied(state.code)
+    if state.nested:
+        state.offset, state.state2 = copied(state.offset), copy.copy(state.state2)
+        state.state2.absmax, state.state2.code = copied(state.state2.absmax), copied(state.state2.code)
+    return state
+
+
+def is_in_4bit(weights: Any) -> bool:
+    """Whether this is a weight of a linear layer that bitsandbytes has quantized to 4 bit."""
+    cls = type(weights)
+    return (cls.__module__, cls.__name__) == ("bitsandbytes.nn.modules", "Params4bit") and weights.bnb_quantized
+
+
+def has_parts(weights: Any) -> bool:
+    """Whether the numbers of a parameter are in other tensors: in a [`StoredWeight`], or in bitsandbytes' 4 bit."""
+    return isinstance(weights, StoredWeight) or is_in_4bit(weights)
+
+
+def copied_weights(weights: Any, copied: Any) -> Any:
+    """Return weights that have parts with `copied` of each tensor."""
+    if isinstance(weights, StoredWeight):
+        return weights.copied(copied)
+    values = copied(weights.detach().as_subclass(torch.Tensor))
+    options = {name: vars(weights)[name] for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")}
+    state = _copied_state(weights.quant_state, copied)
+    return type(weights)(values, requires_grad=False, quant_state=state, bnb_quantized=True, **options)
+
+
 def tensors_of(weights: torch.Tensor) -> list[torch.Tensor]:
-    """List the tensors that hold the numbers of a parameter: itself, or those of a [`StoredWeight`]."""
-    if not isinstance(weights, StoredWeight):
+    """List the tensors that hold the numbers of a parameter: itself, or its parts."""
+    if not has_parts(weights):
         return [weights]
     found = []
 
@@ -158,14 +185,14 @@ def tensors_of(weights: torch.Tensor) -> list[torch.Tensor]:
         found.append(tensor)
         return tensor
 
-    weights.copied(listed)
+    copied_weights(weights, listed)
     return found
 
 
-def with_tensors(weights: StoredWeight, tensors: Iterable[torch.Tensor]) -> StoredWeight:
-    """Return weights whose numbers are in other tensors, in the order of [`tensors_of`]."""
+def with_tensors(weights: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """Return weights that have parts in other tensors, in the order of [`tensors_of`]."""
     others = iter(tensors)
-    return weights.copied(lambda _: next(others))
+    return copied_weights(weights, lambda _: next(others))
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list:

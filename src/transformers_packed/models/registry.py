@@ -273,7 +273,7 @@ def unpatch_model(model: Model) -> Model:
         `torch.nn.Module`: the same object.
 
     Raises:
-        `ValueError`: the model is sharded by FSDP, its experts are in host memory, or a module cannot be converted because
+        `ValueError`: the model is sharded by FSDP, weights are in host memory, or a module cannot be converted because
             its class is a subclass of ours or because it has its own `forward`. The model is unchanged in these cases.
 
     Example:
@@ -291,8 +291,8 @@ def unpatch_model(model: Model) -> Model:
     classes = {ours: builtin for builtin, ours in REPLACEMENTS.items()}
     changes = find_changes(model, classes, related=lambda cls: issubclass(cls, tuple(classes)))
     if any(map(late("host_parameters").host_of, model.modules())):
-        got, fix = "experts in host memory, which stock classes do not copy to the GPU", "Load the model again."
-        raise input_error("experts on the model's device", got, fix)
+        got, fix = "weights in host memory, which stock classes do not copy to the GPU", "Load the model again."
+        raise input_error("weights on the model's device", got, fix)
     apply_changes(changes)
     late("experts").switch_implementation(model, ours=False)
     return model

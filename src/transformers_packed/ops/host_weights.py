@@ -1,20 +1,20 @@
 """Frozen tensors in host memory, of which a device has copies while they are used and shortly before.
 
-A product asks for the tensors of its layer in forward, when a checkpointed layer is computed again, and in backward. Nothing
-that is saved for backward holds a copy. A device has the tensors of two layers at most:
+A layer or a product asks for its tensors in forward, when a checkpointed layer is computed again, and in backward. A device
+has the tensors of two layers at most:
 
 * Those in use. The products of this layer wait for the end of their copy, on a stream of its own.
 * Those that came next after the same two layers the last time. Their copy runs beside the products of the layer in use. So
   it follows forward and backward, skipped layers and any other order. An order that is new costs a wait for a copy.
 
-Each copy is new memory of the allocator, which gives it the memory of the copy that was given up just before. The allocator
-does not while something still refers to that one, such as a view of weights. The copy waits for all products that were
-launched before, which read what was in this memory.
+A copy always has the same storage, which is empty while the tensors are in host memory alone. What autograd saves of a copy
+holds no memory, and finds the values again once somebody has asked for them. The allocator gives a copy the memory of the one
+that was given up just before. The copy waits for all products that were launched before, which read what was in this memory.
 """
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -27,63 +27,70 @@ from . import offload
 _ALIGNMENT = 512
 # Layers whose tensors a device has at a time.
 _MOST = 2
-_FIX = "Free host memory, raise the limit of locked memory (ulimit -l), or leave the experts on the GPU."
+_FIX = "Free host memory, raise the limit of locked memory (ulimit -l), or leave the weights on the GPU."
 
 
 class HostTensors:
-    """Lists of tensors of a layer in host memory, and their copies on the device that asks for them.
+    """Lists of tensors of a layer in host memory, each by a key, and their copies on the device that asks for them.
 
     A copy of this object is empty, as of a layer whose tensors have not moved yet.
     """
 
     def __init__(self) -> None:
-        self.pages: list[torch.Tensor] = []
-        self.lists: list[list[torch.Tensor]] = []
+        self.pages: dict[Hashable, torch.Tensor] = {}
+        self.lists: dict[Hashable, list[torch.Tensor]] = {}
         # How often the values may have changed.
         self.changes = 0
         self._pinned: list[torch.Tensor] = []
         # What came after these tensors the last time, by what came before them.
         self.next: dict[Any, Callable[[], HostTensors | None]] = {}
         self._copies: DeviceCopies | None = None
+        # The last copy. Graphs refer to its storages.
+        self.copy: _Copy | None = None
 
     def __reduce__(self):
         return HostTensors, ()
 
-    def keep(self, at: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensors into pages of their own as list number `at`, in place of another list, and return them there."""
+    def keep(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy tensors into pages of their own, in place of another list of this key, and return them there."""
         # A tensor of inference mode could not be read in training.
         with torch.inference_mode(False), torch.no_grad():
             pages = offload.new_pages(max(_places(tensors)[-1], 1))
             moved = _cut(pages, tensors)
             for target, source in zip(moved, tensors, strict=True):
                 target.copy_(source)
-        self.pages[at:], self.lists[at:] = [pages, *self.pages[at + 1 :]], [moved, *self.lists[at + 1 :]]
+        self.pages[key], self.lists[key] = pages, moved
         self.changes += 1
         return moved
 
-    def holds(self, at: int, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are list number `at`, and no others that somebody has put in their place."""
-        return at < len(self.lists) and _addresses(self.lists[at]) == _addresses(tensors)
+    def holds(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the list of a key, and no others that somebody has put in their place."""
+        return key in self.lists and _addresses(self.lists[key]) == _addresses(tensors)
 
-    def on(self, device: torch.device, at: int) -> list[torch.Tensor]:
-        """Return list number `at` on a device. Its tensors are valid for as long as somebody refers to one of them."""
+    def on(self, device: torch.device, key: Hashable) -> list[torch.Tensor]:
+        """Return the list of a key on a device, valid until two other layers have been asked for theirs."""
         if self._copies is None or self._copies.device != device:
             self._copies = _COPIES.get(device) or DeviceCopies(device)
             _COPIES[device] = self._copies
-        return self._copies.get(self, at)
+        return self._copies.get(self, key)
 
     def pin(self, copies: offload.Copies) -> None:
         """Pin the pages, which the first device that needs a copy does."""
-        pinned = [pages for pages in self.pages if any(pages is other for other in self._pinned)]
+        every = self.pages.values()
+        pinned = [pages for pages in every if any(pages is other for other in self._pinned)]
         self._pinned = pinned
-        for pages in self.pages:
+        for pages in every:
             if not any(pages is other for other in pinned):
-                copies.pin(pages, "experts in host memory", _FIX)
+                copies.pin(pages, "weights in host memory", _FIX)
                 pinned.append(pages)
 
     def state(self) -> tuple[int, ...]:
         """What differs after a change of values."""
-        return self.changes, *(x._version for tensors in self.lists for x in tensors)
+        return self.changes, *(x._version for tensors in self.lists.values() for x in tensors)
+
+    def layout(self) -> dict[Hashable, list[tuple[torch.dtype, torch.Size]]]:
+        """What a copy of these tensors needs."""
+        return {key: [(x.dtype, x.shape) for x in tensors] for key, tensors in self.lists.items()}
 
 
 def is_apart(device: torch.device) -> bool:
@@ -102,8 +109,8 @@ class DeviceCopies:
         self.current: Callable[[], HostTensors | None] = _nothing
         self.misses = 0
 
-    def get(self, tensors: HostTensors, at: int) -> list[torch.Tensor]:
-        """Return a list of a layer, and start the copy of the layer that is expected after it."""
+    def get(self, tensors: HostTensors, key: Hashable) -> list[torch.Tensor]:
+        """Return the list of a key of a layer, and start the copy of the layer that is expected after it."""
         self._follow(tensors)
         copy = self._find(tensors)
         if copy is None:
@@ -112,7 +119,7 @@ class DeviceCopies:
         else:
             self.layers.remove(copy)
         self.layers.append(copy)
-        found = copy.arrived(at)
+        found = copy.arrived(key)
         following = tensors.next.get(self.before, _nothing)()
         if following is not None and self._find(following) is None:
             self.layers.insert(0, self._start(following))
@@ -130,14 +137,19 @@ class DeviceCopies:
         found = next((copy for copy in self.layers if copy.of() is tensors), None)
         if found is not None and found.state != tensors.state():
             self.layers.remove(found)
+            found.give_up()
             return None
         return found
 
     def _start(self, tensors: HostTensors) -> "_Copy":
         # Its memory is free for the new one.
         if len(self.layers) == _MOST:
-            del self.layers[0]
-        return _Copy(tensors, self.copies)
+            self.layers.pop(0).give_up()
+        copy = tensors.copy
+        if copy is None or copy.copies is not self.copies or copy.layout != tensors.layout():
+            copy = tensors.copy = _Copy(tensors, self.copies)
+        copy.start(tensors)
+        return copy
 
 
 # They live for as long as tensors that have used them.
@@ -145,36 +157,54 @@ _COPIES: weakref.WeakValueDictionary[torch.device, DeviceCopies] = weakref.WeakV
 
 
 class _Copy:
-    """The tensors of a layer on a device, from the start of their copy on."""
+    """The tensors of a layer on a device, in storages that are empty but from the start of a copy until it is given up."""
 
     def __init__(self, tensors: HostTensors, copies: offload.Copies):
-        self.of, self.state, self.copies = weakref.ref(tensors), tensors.state(), copies
+        self.of, self.copies, self.layout = weakref.ref(tensors), copies, tensors.layout()
+        self.lists: dict[Hashable, list[torch.Tensor]] = {}
+        self.buffers: dict[Hashable, torch.Tensor] = {}
+        self.ends: dict[Hashable, Any] = {}
+        self.state: tuple[int, ...] = ()
         self.stream = copies.compute_stream()
-        self.lists: list[list[torch.Tensor]] = []
-        self.buffers: list[torch.Tensor] = []
-        self.ends: list[Any] = []
-        tensors.pin(copies)
         with torch.inference_mode(False), torch.no_grad():
-            for pages, like in zip(tensors.pages, tensors.lists, strict=True):
-                buffer = torch.empty(pages.nbytes, dtype=torch.uint8, device=copies.device)
-                self.ends.append(copies.start(buffer, pages))
-                self.lists.append(_cut(buffer, like))
-                self.buffers.append(buffer)
+            for key, pages in tensors.pages.items():
+                self.buffers[key] = torch.empty(pages.nbytes, dtype=torch.uint8, device=copies.device)
+                self.lists[key] = _cut(self.buffers[key], tensors.lists[key])
 
-    def arrived(self, at: int) -> list[torch.Tensor]:
-        """Return a list, for which what comes later on the current stream waits."""
+    def start(self, tensors: HostTensors) -> None:
+        """Start to copy the tensors."""
+        tensors.pin(self.copies)
+        self.state, self.stream = tensors.state(), self.copies.compute_stream()
+        with torch.inference_mode(False), torch.no_grad():
+            for key, pages in tensors.pages.items():
+                self.buffers[key].untyped_storage().resize_(pages.nbytes)
+                # Autograd would take a copy for a change of what it has saved, but `data` has a version of its own.
+                self.ends[key] = self.copies.start(self.buffers[key].data, pages)
+
+    def arrived(self, key: Hashable) -> list[torch.Tensor]:
+        """Return the list of a key, for which what comes later on the current stream waits."""
         stream = self.copies.compute_stream()
-        stream.wait_event(self.ends[at])
+        stream.wait_event(self.ends[key])
         if stream != self.stream:
             # The allocator knows of one stream.
-            self.buffers[at].record_stream(stream)
-        return self.lists[at]
+            self.buffers[key].record_stream(stream)
+        return self.lists[key]
+
+    def give_up(self) -> None:
+        """Empty the storages."""
+        self._end()
+        for buffer in self.buffers.values():
+            buffer.untyped_storage().resize_(0)
+
+    def _end(self) -> None:
+        # The memory is that of the stream on which it was allocated, and may be overwritten there from here on.
+        for end in self.ends.values():
+            self.stream.wait_event(end)
+        self.ends = {}
 
     def __del__(self, is_finalizing: Callable = sys.is_finalizing):
-        # The memory is that of the stream on which it was allocated, and may be overwritten there from here on.
-        if not is_finalizing():
-            for end in getattr(self, "ends", ()):
-                self.stream.wait_event(end)
+        if not is_finalizing() and hasattr(self, "ends"):
+            self._end()
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[int]:

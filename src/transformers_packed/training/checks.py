@@ -28,7 +28,7 @@ from ..foreign import attention_of
 from ..models.adapters import adapter_per_row
 from ..models.families import LANGUAGE_MODELS, families_of, family_of, titles
 from ..models.family import INDEXER_UNDER_ZERO_3, PATCHED, Mixers, Own, Unpacked
-from ..models.host_experts import experts_in_host_memory
+from ..models.host_experts import names_in_host_memory
 from ..models.registry import check_patch, inner_model, transformers_model
 from ..models.releases import MAKE_SAMPLER, has_images
 from ..models.shards import split_adapters, summed_per_backward
@@ -204,8 +204,8 @@ def of_devices(facts: Facts) -> Iterator[Rule]:
         yield size > 1, "whole rows", got, f"Set {name}=1.{'' if facts.padded else here}"
     yield from _of_shards(facts)
     shards = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    got, fix = "experts in host memory, of which each process has all", "Train with DDP, or leave them on the GPUs."
-    yield shards and experts_in_host_memory(trainer.model), "weights on the GPUs for FSDP and DeepSpeed", got, fix
+    got, fix = "weights in host memory, of which each process has all", "Train with DDP, or leave them on the GPUs."
+    yield shards and names_in_host_memory(trainer.model), "weights on the GPUs for FSDP and DeepSpeed", got, fix
     stored = next(iter(in_fewer_bits(trainer.model)), None)
     got = f"{stored} in fewer bits, which FSDP and DeepSpeed cast without its scales, or cannot shard"
     fix = "Train with DDP, or dequantize the model when it is loaded."
@@ -402,8 +402,8 @@ def excludes_graphs(trainer: Trainer, padded: bool = False) -> str | None:
         (args.auto_find_batch_size, "auto_find_batch_size=True, which changes the length of rows"),
         (not has_graphs, f"a {type(inner).__name__}"),
         (
-            experts_in_host_memory(trainer.model),
-            "experts in host memory, whose copies have other addresses in each step",
+            names_in_host_memory(trainer.model),
+            "weights in host memory, whose copies have other addresses in each step",
         ),
     )
     return next((reason for applies, reason in reasons if applies), None)

@@ -20,7 +20,7 @@ from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
 from ..models.families import LANGUAGE_MODELS, OWN, families_of, titles
 from ..models.family import Own
 from ..models.float8 import use_float8
-from ..models.host_experts import experts_in_host_memory
+from ..models.host_experts import names_in_host_memory
 from ..models.inputs import warn_of_rope
 from ..models.losses import trains_trunk
 from ..models.registry import check_patch, inner_model, patch_model, set_switches
@@ -314,7 +314,7 @@ def _of_ddp(facts: Facts) -> tuple[list[Change], list[EveryGradient]]:
         values["find_unused_parameters"] = False
     shards = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     changes = Change.of(ddp, **values)
-    if stored := [*in_fewer_bits(trainer.model), *experts_in_host_memory(trainer.model)]:
+    if stored := [*in_fewer_bits(trainer.model), *names_in_host_memory(trainer.model)]:
         # No backend sends all of these, and each process has loaded the same weights.
         ignored = list(dict.fromkeys([*getattr(trainer.model, IGNORED_BY_DDP, ()), *stored]))
         changes += Change.of(trainer.model, **{IGNORED_BY_DDP: ignored})

@@ -17,6 +17,7 @@ from ...ops import attention, causal_conv1d_qkv, gated_rms_norm, glu, kimi_delta
 from ...ops.attention import options_of_layer
 from ..cuda_graphs import LayerGraphs
 from ..experts import run_experts
+from ..host_parameters import reads_host_weights
 from ..inputs import PackingKwargs
 from ..outputs import LanguageModelMixin
 from ..projections import gate_and_project, project, to_fuse
@@ -219,6 +220,7 @@ class KimiLinearMoE(builtin.KimiLinearMoE):
 @fast_path
 class KimiLinearDecoderLayer(builtin.KimiLinearDecoderLayer):
     @takes_cache(CACHE)
+    @reads_host_weights
     def forward(  # type: ignore[misc]  # Named here, and also in `PackingKwargs`.
         self,
         hidden_states: torch.Tensor,

@@ -11,6 +11,7 @@ from ...ops import attention, gated_rms_norm, kimi_delta_rule, rms_norm
 from ...ops.attention import options_of_layer
 from ..cuda_graphs import LayerGraphs
 from ..experts import run_experts
+from ..host_parameters import reads_host_weights
 from ..inputs import PackingKwargs
 from ..projections import gate_and_project, project
 from ..qwen3_next.modular_qwen3_next import Qwen3NextGatedDeltaNet, Qwen3NextTopKRouter
@@ -132,6 +133,7 @@ class KimiLinearMoE(builtin.KimiLinearMoE):
 @fast_path
 class KimiLinearDecoderLayer(builtin.KimiLinearDecoderLayer):
     @takes_cache(CACHE)
+    @reads_host_weights
     def forward(  # type: ignore[misc]  # Named here, and also in `PackingKwargs`.
         self,
         hidden_states: torch.Tensor,

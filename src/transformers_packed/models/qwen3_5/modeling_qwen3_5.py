@@ -26,6 +26,7 @@ from ...ops import (
 )
 from ...ops.attention import options_of_layer
 from ..cuda_graphs import LayerGraphs
+from ..host_parameters import reads_host_weights
 from ..inputs import PackingKwargs, without_packing
 from ..outputs import DocumentClassifierMixin, LanguageModelMixin, TokenClassifierMixin
 from ..packed_model import PackedModelMixin
@@ -245,6 +246,7 @@ class Qwen3_5MLP(builtin.Qwen3_5MLP):
 @fast_path
 class Qwen3_5DecoderLayer(builtin.Qwen3_5DecoderLayer):
     @takes_cache(CACHE)
+    @reads_host_weights
     def forward(  # type: ignore[misc]  # Named here, and also in `PackingKwargs`.
         self,
         hidden_states: torch.Tensor,

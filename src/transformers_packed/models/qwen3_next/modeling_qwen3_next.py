@@ -29,6 +29,7 @@ from ...ops import (
 from ...ops.attention import options_of_layer
 from ..cuda_graphs import LayerGraphs
 from ..experts import run_experts
+from ..host_parameters import reads_host_weights
 from ..inputs import PackingKwargs
 from ..outputs import DocumentClassifierMixin, LanguageModelMixin, TokenClassifierMixin
 from ..packed_model import PackedModelMixin
@@ -239,6 +240,7 @@ class Qwen3NextSparseMoeBlock(builtin.Qwen3NextSparseMoeBlock):
 @fast_path
 class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
     @takes_cache(CACHE)
+    @reads_host_weights
     def forward(  # type: ignore[misc]  # Named here, and also in `PackingKwargs`.
         self,
         hidden_states: torch.Tensor,

@@ -35,6 +35,7 @@ from ...ops.streams import add_to_streams, mix_streams, stream_gates
 from ...shared_prompts import SharedPrompts
 from ..experts import run_experts
 from ..family import INDEXER_UNDER_ZERO_3
+from ..host_parameters import reads_host_weights
 from ..inputs import PackingKwargs, without_packing
 from ..outputs import LanguageModelMixin
 from ..packed_model import PackedModelMixin
@@ -347,6 +348,7 @@ class Qwen4ExpTextPLELayer(builtin.Qwen4ExpTextPLELayer):
 @replaces_builtin
 class Qwen4ExpTextDecoderLayer(builtin.Qwen4ExpTextDecoderLayer):
     @takes_cache(CACHE)
+    @reads_host_weights
     def forward(
         self,
         hidden_states: torch.Tensor,

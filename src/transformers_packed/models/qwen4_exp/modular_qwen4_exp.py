@@ -23,6 +23,7 @@ from ...ops.indexed_attention import (
 from ...ops.streams import add_to_streams, mix_streams, stream_gates
 from ...shared_prompts import SharedPrompts
 from ..family import INDEXER_UNDER_ZERO_3
+from ..host_parameters import reads_host_weights
 from ..inputs import PackingKwargs
 from ..outputs import LanguageModelMixin
 from ..projections import gate_and_project, project
@@ -225,6 +226,7 @@ class Qwen4ExpTextPLELayer(builtin.Qwen4ExpTextPLELayer):
 @replaces_builtin
 class Qwen4ExpTextDecoderLayer(builtin.Qwen4ExpTextDecoderLayer):
     @takes_cache(CACHE)
+    @reads_host_weights
     def forward(
         self,
         hidden_states: torch.Tensor,
