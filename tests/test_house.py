@@ -49,7 +49,7 @@ CHANGES = {
     ("models/replacements.py", "become"),
     ("models/replacements.py", "apply_changes"),
     # What the user asks for: switches and marks of layers, heads, checkpoints, weights in 4 bit, their dequantization, and
-    # experts that stay in host memory.
+    # weights that stay in host memory.
     ("models/registry.py", "set_switches"),
     ("models/packed_model.py", "Switch.__set__"),
     ("models/packed_model.py", "Switch.__delete__"),
@@ -59,6 +59,7 @@ CHANGES = {
     ("models/mtp_head.py", "add_mtp"),
     ("models/releases.py", "wrap_checkpoints"),
     ("models/host_parameters.py", "keep_in_place"),
+    ("models/host_parameters.py", "move_linears_to_host"),
     ("models/quantized_weights.py", "set_weights"),
     ("models/quantized_weights.py", "dequantize"),
     # Attributes of a copy, of our own functions and of our own tensor, which FlashQLA reads.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .models.cuda_graphs import use_cuda_graphs as use_cuda_graphs
     from .models.float8 import use_float8 as use_float8
     from .models.host_experts import keep_experts_in_host_memory as keep_experts_in_host_memory
+    from .models.host_layers import keep_layers_in_host_memory as keep_layers_in_host_memory
     from .models.mtp_head import add_mtp as add_mtp
     from .models.registry import patch_model as patch_model
     from .models.registry import register as register
@@ -61,6 +62,7 @@ _MODULES = {
     "models.float8": ("use_float8",),
     "models.registry": ("patch_model", "register", "registered", "unpatch_model", "unregister"),
     "models.host_experts": ("keep_experts_in_host_memory",),
+    "models.host_layers": ("keep_layers_in_host_memory",),
     "models.mtp_head": ("add_mtp",),
     "ops.invariance": ("batch_invariant",),
     "training.configure": ("configure_packing",),

@@ -17,7 +17,14 @@ from packaging.version import Version
 
 PICKLE = Path(sys.argv[1], "model.pickle")
 # These import the ops, and thereby `transformers.modeling_utils`, which imports the compiler of torch.
-LATE = (".audit", ".models.cuda_graphs", ".models.float8", ".models.host_experts", ".models.mtp_head")
+LATE = (
+    ".audit",
+    ".models.cuda_graphs",
+    ".models.float8",
+    ".models.host_experts",
+    ".models.host_layers",
+    ".models.mtp_head",
+)
 LATE += (
     ".training.configure",
     ".ops.invariance",

@@ -37,6 +37,7 @@ from transformers_packed import (
     batch_invariant,
     configure_packing,
     keep_experts_in_host_memory,
+    keep_layers_in_host_memory,
     mtp_acceptance,
     pack_dataset,
     patch_model,
@@ -59,6 +60,7 @@ from transformers_packed.parallel import SequenceParallel
 
 def mixtures(model: Qwen3_5MoeForCausalLM) -> None:
     assert_type(keep_experts_in_host_memory(model), Qwen3_5MoeForCausalLM)
+    assert_type(keep_layers_in_host_memory(model), Qwen3_5MoeForCausalLM)
 
 
 def models(model: Qwen3_5ForCausalLM) -> None:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ SMALLEST = 1 << 20
 _HOST, _APPLY = "host_tensors", "_apply"
 # The key of the weights of all linear layers of a decoder layer.
 _LINEARS = "linear layers"
-# The attribute of a forward that reads copies.
-_MARK = "reads_host_weights"
+# The forwards of [`reads_host_weights`].
+_READERS: set[Callable] = set()
 _LOADS = {"experts": False, "layers": False}
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 
@@ -130,13 +131,13 @@ def reads_host_weights(forward: Callable) -> Callable:
             _ask_before_backward(output, partial(host.on, device, _LINEARS))
         return output
 
-    setattr(run, _MARK, True)
+    _READERS.add(run)
     return run
 
 
 def can_read_host_weights(layer: torch.nn.Module) -> bool:
     """Whether the forward of a decoder layer is one of [`reads_host_weights`]."""
-    return hasattr(type(layer).forward, _MARK)
+    return unwrap(type(layer).forward, stop=_READERS.__contains__) in _READERS
 
 
 @contextmanager
@@ -188,6 +189,8 @@ def move_linears_to_host(layer: torch.nn.Module, linears: list[Any]) -> HostTens
     for linear in linears:
         keep_in_place(linear, host)
         _set_moved(linear, WEIGHT, moved, host)
+    # These count changes of the parameters in place, also of those that have got other data.
+    host.lists[_LINEARS] = _all_tensors_of(linears)
     return host
 
 
@@ -203,6 +206,7 @@ def move_to_host(module: Any) -> HostTensors:
         tensors = _tensors_of(module, name)
         if not host.holds(name, tensors):
             _set_moved(module, name, iter(host.keep(name, tensors)), host)
+            host.lists[name] = _tensors_of(module, name)
     return host
 
 

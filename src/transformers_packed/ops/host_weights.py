@@ -88,10 +88,6 @@ class HostTensors:
         """What differs after a change of values."""
         return self.changes, *(x._version for tensors in self.lists.values() for x in tensors)
 
-    def layout(self) -> dict[Hashable, list[tuple[torch.dtype, torch.Size]]]:
-        """What a copy of these tensors needs."""
-        return {key: [(x.dtype, x.shape) for x in tensors] for key, tensors in self.lists.items()}
-
 
 def is_apart(device: torch.device) -> bool:
     """Whether a device needs copies of tensors in host memory."""
@@ -146,7 +142,7 @@ class DeviceCopies:
         if len(self.layers) == _MOST:
             self.layers.pop(0).give_up()
         copy = tensors.copy
-        if copy is None or copy.copies is not self.copies or copy.layout != tensors.layout():
+        if copy is None or copy.copies is not self.copies:
             copy = tensors.copy = _Copy(tensors, self.copies)
         copy.start(tensors)
         return copy
@@ -160,16 +156,12 @@ class _Copy:
     """The tensors of a layer on a device, in storages that are empty but from the start of a copy until it is given up."""
 
     def __init__(self, tensors: HostTensors, copies: offload.Copies):
-        self.of, self.copies, self.layout = weakref.ref(tensors), copies, tensors.layout()
+        self.of, self.copies = weakref.ref(tensors), copies
         self.lists: dict[Hashable, list[torch.Tensor]] = {}
         self.buffers: dict[Hashable, torch.Tensor] = {}
         self.ends: dict[Hashable, Any] = {}
         self.state: tuple[int, ...] = ()
         self.stream = copies.compute_stream()
-        with torch.inference_mode(False), torch.no_grad():
-            for key, pages in tensors.pages.items():
-                self.buffers[key] = torch.empty(pages.nbytes, dtype=torch.uint8, device=copies.device)
-                self.lists[key] = _cut(self.buffers[key], tensors.lists[key])
 
     def start(self, tensors: HostTensors) -> None:
         """Start to copy the tensors."""
@@ -177,6 +169,9 @@ class _Copy:
         self.state, self.stream = tensors.state(), self.copies.compute_stream()
         with torch.inference_mode(False), torch.no_grad():
             for key, pages in tensors.pages.items():
+                if key not in self.lists or _sizes(self.lists[key]) != _sizes(tensors.lists[key]):
+                    self.buffers[key] = torch.empty(pages.nbytes, dtype=torch.uint8, device=self.copies.device)
+                    self.lists[key] = _cut(self.buffers[key], tensors.lists[key])
                 self.buffers[key].untyped_storage().resize_(pages.nbytes)
                 # Autograd would take a copy for a change of what it has saved, but `data` has a version of its own.
                 self.ends[key] = self.copies.start(self.buffers[key].data, pages)
@@ -218,6 +213,10 @@ def _cut(pages: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor
     """Return views of pages in the shapes and dtypes of tensors."""
     places = zip(_places(like), like, strict=False)
     return [pages[start : start + x.numel() * x.dtype.itemsize].view(x.dtype).view(x.shape) for start, x in places]
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(x.dtype, x.shape) for x in tensors]
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[tuple[int, torch.dtype, torch.Size]]:
