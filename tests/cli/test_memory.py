@@ -41,6 +41,7 @@ class MemoryCommandTest(unittest.TestCase):
                 ["--lora", "--experts", "--lora-rank", 8, "--load-in-4bit"],
                 {"lora_rank": 8, "lora_experts": True, "load_in_4bit": True},
             ),
+            (["--lora", "--layers-in-host-memory"], {"lora_rank": 16, "layers_in_host_memory": True}),
             (
                 ["--lora", "--experts", "--experts-in-host-memory"],
                 {"lora_rank": 16, "lora_experts": True, "experts_in_host_memory": True},

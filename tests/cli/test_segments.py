@@ -27,7 +27,10 @@ CPU = torch.device("cpu")
 
 
 def settings(**changes):
-    off = dict.fromkeys(("mtp", "mtp_only", "experts", "experts_in_host_memory", "offload", "keep_attention"), False)
+    off = dict.fromkeys(
+        ("mtp", "mtp_only", "experts", "experts_in_host_memory", "layers_in_host_memory", "offload", "keep_attention"),
+        False,
+    )
     known = {
         "segment_tokens": AUTO,
         "lora": True,

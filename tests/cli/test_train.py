@@ -48,7 +48,7 @@ from transformers_packed import DataCollatorWithFlattening, PackingPlan
 from transformers_packed.cli import early, finetune, run_folder
 from transformers_packed.cli.segments import needs_of
 from transformers_packed.data.records.samples import make_samples
-from transformers_packed.models import float8, versions
+from transformers_packed.models import float8, host_parameters, versions
 from transformers_packed.models.checkpoint_formats import PackedWeight
 from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.host_experts import names_in_host_memory
@@ -750,6 +750,7 @@ class CommandTest(unittest.TestCase):
             (["--experts"], "--experts needs --lora: without it, experts are trained as all parameters are"),
             (["--load-in-4bit"], "--load-in-4bit needs --lora: weights in 4 bit are not trained"),
             (["--experts-in-host-memory"], "--experts-in-host-memory needs --lora: trained experts stay on the GPU"),
+            (["--layers-in-host-memory"], "--layers-in-host-memory needs --lora: trained layers stay on the GPU"),
         ):
             self.assertIn(message, self.train(*given)[2])
 
@@ -773,11 +774,29 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(len(names_in_host_memory(self.trainers[-1].model)), 2 * len(TEXT_CONFIG["layer_types"]))
         self.check_same_weights(whole, self.output)
 
+    @parameterized.expand([("plain", []), ("4_bit", ["--load-in-4bit"])])
+    @mock.patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+    def test_layers_in_host_memory(self, _, given):
+        """The adapter is that of a run with layers on the device."""
+        command = [*given, "--lora", "--lora-rank=4", "--max-steps=2", "--learning-rate=0.05"]
+        whole = self.directory / "whole"
+        self.succeeds(*command, "--gradient-checkpointing", output=whole)
+        with copied_on_a_cpu() as copies, mock.patch.object(host_parameters, "SMALLEST", 256):
+            out = self.succeeds(*command, "--layers-in-host-memory", "--gradient-checkpointing")
+        # The device has both of two layers.
+        self.assertEqual(copies.copies.copies, len(TEXT_CONFIG["layer_types"]))
+        self.assertIn("\nLayers in host memory: 0.0 GiB.\n", out)
+        self.assertGreater(len(names_in_host_memory(self.trainers[-1].model)), 4 * len(TEXT_CONFIG["layer_types"]))
+        self.check_same_weights(whole, self.output)
+
     def test_experts_in_host_memory_of_other_runs(self):
         option = "--experts-in-host-memory"
         expected = f"{option}: expected a mixture of experts as --model, got .*model, a qwen3_5_text. Remove {option}."
         self.check_error(expected, "--lora", option)
         expected = f"{option}: expected no --cuda-graphs, got it. A graph would read the experts at one address."
+        self.check_error(expected, "--lora", option, "--cuda-graphs")
+        option = "--layers-in-host-memory"
+        expected = f"{option}: expected no --cuda-graphs, got it. A graph would read the layers at one address."
         self.check_error(expected, "--lora", option, "--cuda-graphs")
 
     def test_float8(self):

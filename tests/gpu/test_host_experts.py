@@ -98,7 +98,9 @@ class HostExpertsTest(unittest.TestCase):
             self.assertTrue(torch.equal(*logits))
             model.train(), other.train()
         self.assertIn("triton", implementations_used()["experts_lora"])
-        self.assertTrue(all(pages.is_pinned() for module in experts_of(other) for pages in host_of(module).pages.values()))
+        self.assertTrue(
+            all(pages.is_pinned() for module in experts_of(other) for pages in host_of(module).pages.values())
+        )
 
     @parameterized.expand([("copies",), ("computation",)])
     def test_slow_streams(self, which):

@@ -182,7 +182,10 @@ class TrainingTest(HostExpertsTestCase):
         other = copy.deepcopy(model)
         with copied_on_a_cpu():
             self.assert_same(gradients(other, ROWS[0]), gradients(model, ROWS[0]))
-        pages = [{x.data_ptr() for module in experts_of(one) for x in host_of(module).pages.values()} for one in (model, other)]
+        pages = [
+            {x.data_ptr() for module in experts_of(one) for x in host_of(module).pages.values()}
+            for one in (model, other)
+        ]
         self.assertEqual([len(x) for x in pages], [8, 8])
         self.assertFalse(pages[0] & pages[1])
 

@@ -87,7 +87,9 @@ def gradients(model, *rows):
     model.zero_grad()
     loss = sum(loss_of(model, row) for row in rows)
     loss.backward()
-    return {"loss": loss.detach()} | {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+    return {"loss": loss.detach()} | {
+        name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None
+    }
 
 
 def run(model):
@@ -249,6 +251,8 @@ class TrainingTest(HostLayersTestCase):
         other = copy.deepcopy(model)
         with copied_on_a_cpu():
             self.assert_same(gradients(other, ROWS[0]), gradients(model, ROWS[0]))
-        pages = [{x.data_ptr() for layer in layers_of(one) for x in host_of(layer).pages.values()} for one in (model, other)]
+        pages = [
+            {x.data_ptr() for layer in layers_of(one) for x in host_of(layer).pages.values()} for one in (model, other)
+        ]
         self.assertEqual([len(x) for x in pages], [12, 12])
         self.assertFalse(pages[0] & pages[1])

@@ -31,6 +31,7 @@ from ..models.cuda_graphs import graph_length, use_cuda_graphs
 from ..models.families import EXPERT_WEIGHTS, OWN, SIZED, family_of, sizes_of, titles
 from ..models.float8 import use_float8
 from ..models.host_experts import bytes_in_host_memory, keep_experts_in_host_memory
+from ..models.host_layers import keep_layers_in_host_memory
 from ..models.host_parameters import loading_to_host
 from ..models.lora import adapted_layers
 from ..models.losses import DivergenceLoss
@@ -243,10 +244,12 @@ def supported_config(source: str, settings: Namespace | None = None, option: str
     with reading(option, source, "checkpoint"):
         config = _supported_config(source, option)
     able = [family for family in OWN if family.has_float8]
+    hosts = [family for family in SIZED if family.has_host_layers]
     has_experts = bool(sizes_of(config).mixtures)
     for name, possible, expected in (
         ("experts", has_experts, "a mixture of experts"),
         ("experts_in_host_memory", has_experts, "a mixture of experts"),
+        ("layers_in_host_memory", family_of(config) in hosts, f"a checkpoint of {titles(hosts)}"),
         ("float8", family_of(config) in able, f"a checkpoint of {titles(able)}"),
     ):
         if getattr(settings, name, False) and not possible:
@@ -329,16 +332,17 @@ def load_model(source: str, settings: Namespace, dtype: torch.dtype) -> PreTrain
     if settings.load_in_4bit:
         # Each weight is quantized on the device where it stays.
         options |= {"quantization_config": nf4(dtype), "device_map": {"": device_of_this_process()}}
-    on_host = getattr(settings, "experts_in_host_memory", False)
-    with registered(), loading_to_host() if on_host else nullcontext():
+    layers = getattr(settings, "layers_in_host_memory", False)
+    on_host = layers or getattr(settings, "experts_in_host_memory", False)
+    with registered(), loading_to_host(layers) if on_host else nullcontext():
         model = load_weights("--model", source, AutoModelForCausalLM, **options)
     model = with_adapters(model, settings) if settings.lora else model
     if on_host:
-        keep_experts_in_host_memory(model)
+        keep_layers_in_host_memory(model) if layers else keep_experts_in_host_memory(model)
         if settings.load_in_4bit:
-            # Trainer does not move the adapters of experts, which PEFT puts beside their weights.
+            # Trainer does not move adapters, which PEFT puts beside the weights.
             model.to(device_of_this_process())
-        say(f"Experts in host memory: {bytes_in_host_memory(model) / 2**30:,.1f} GiB.")
+        say(f"{'Layers' if layers else 'Experts'} in host memory: {bytes_in_host_memory(model) / 2**30:,.1f} GiB.")
     return model
 
 

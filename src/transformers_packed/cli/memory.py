@@ -28,7 +28,7 @@ def add_options(parser: Parser) -> None:
     weights = "dtype of weights, gradients and moments; with --lora of frozen weights"
     shared("--weights", default=None, help=f"{weights} (default: as in `train`)")
     parser.add_lora("train LoRA adapters on all linear layers")
-    shared("--experts-in-host-memory")
+    shared("--experts-in-host-memory", "--layers-in-host-memory")
     head = parser.add_mutually_exclusive_group()
     head.add_argument("--mtp", action="store_true", help="also train the head of multi-token prediction")
     shared("--mtp-only", to=head)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     names = (
         "load_in_4bit gradient_accumulation_steps expert_parallel mtp mtp_only keep_attention segment_tokens".split()
     )
-    options = {name: getattr(args, name) for name in (*names, "experts_in_host_memory")}
+    options = {name: getattr(args, name) for name in (*names, "experts_in_host_memory", "layers_in_host_memory")}
     options |= {"lora_rank": rank, "lora_experts": args.experts, "optimizer": args.optim}
     options["weights"] = args.weights or dtype_of_weights(args.optim, args.lora)
     print(plan_sequence_parallel(config, args.row_length, args.gpus, args.gpu_memory, **options).summary())

@@ -201,6 +201,7 @@ _NEEDS = {
     "--experts": ("--lora", "without it, experts are trained as all parameters are"),
     "--load-in-4bit": ("--lora", "weights in 4 bit are not trained"),
     "--experts-in-host-memory": ("--lora", "trained experts stay on the GPU"),
+    "--layers-in-host-memory": ("--lora", "trained layers stay on the GPU"),
     "--offload": ("--gradient-checkpointing", "without it, there are no checkpoints"),
     "--keep-attention": ("--gradient-checkpointing", "without it, nothing is computed again"),
     "--every-n-layers": ("--gradient-checkpointing", "without it, all layers keep their activations"),
@@ -248,6 +249,10 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--experts-in-host-memory": {
         "action": "store_true",
         "help": "keep frozen experts in host memory, and copy those of a layer to the GPU for it",
+    },
+    "--layers-in-host-memory": {
+        "action": "store_true",
+        "help": "keep all large frozen weights of layers in host memory, and copy those of a layer to the GPU for it",
     },
     "--attn": {"metavar": "NAME", "help": _ATTN},
     "--plot": {"type": output_file, "metavar": "FILE.png"},

@@ -16,7 +16,7 @@ from ..data.records.samples import Samples
 from ..data.trees import nodes_of
 from ..models.checkpoint_kinds import stored_as
 from ..models.families import sizes_of
-from ..models.memory import HALF, WIDTHS, Lora
+from ..models.memory import HALF, WIDTHS, Lora, on_host_of
 from ..models.optimizers import OPTIMIZERS, dtype_of_weights
 from ..ops.offload import SMALLEST_UNASKED, free_device_memory
 from ..training.kernels import Needs
@@ -42,7 +42,7 @@ def chosen_segments(
     config = base.config
     mtp = settings.mtp or settings.mtp_only
     sizes, parameters = sizes_of(config), Parameters.of(config, mtp)
-    on_host = settings.experts_in_host_memory
+    on_host = on_host_of(settings.experts_in_host_memory, settings.layers_in_host_memory)
     lora = Lora(settings.lora_rank * settings.lora, settings.experts, stored_as(config), settings.mtp_only, on_host)
     width = WIDTHS[dtype_of_weights(settings.optim, settings.lora)]
     processes, rows = int(os.environ.get("WORLD_SIZE", 1)), settings.gradient_accumulation_steps

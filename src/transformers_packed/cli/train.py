@@ -57,7 +57,7 @@ def add_options(parser: Parser) -> None:
     count("--warmup-steps", "steps of linear warmup (default: none)", 0)
     shared("--optim")
     parser.add_lora()
-    shared("--experts-in-host-memory", "--float8", "--batch-invariant")
+    shared("--experts-in-host-memory", "--layers-in-host-memory", "--float8", "--batch-invariant")
     head = parser.add_mutually_exclusive_group()
     both = "also train the head of multi-token prediction, with 0.1 x its loss"
     head.add_argument("--mtp", action="store_true", help=both)
@@ -95,9 +95,10 @@ def _check_together(args: argparse.Namespace) -> None:
     ):
         if given and also:
             raise input_error(f"{option} without {other}", "both", f"Remove {other}.", option=option)
-    if args.experts_in_host_memory and args.cuda_graphs:
-        fix = "A graph would read the experts at one address."
-        raise input_error("no --cuda-graphs", "it", fix, option="--experts-in-host-memory")
+    for what in ("experts", "layers"):
+        if getattr(args, f"{what}_in_host_memory") and args.cuda_graphs:
+            fix = f"A graph would read the {what} at one address."
+            raise input_error("no --cuda-graphs", "it", fix, option=f"--{what}-in-host-memory")
     if args.segment_tokens == AUTO and args.teacher:
         fix = "The plan of memory leaves teachers out."
         raise input_error("a number of tokens with --teacher", AUTO, fix, option="--segment-tokens")

@@ -139,6 +139,8 @@ class Family:
             Whether its layers can run as CUDA graphs.
         has_float8 (`bool`, *optional*, defaults to `False`):
             Whether its linear layers were trained in float8.
+        has_host_layers (`bool`, *optional*, defaults to `True`):
+            Whether all of its decoder layers can be in host memory, if it has classes of this package.
         implies_head (`bool`, *optional*, defaults to `False`):
             Whether servers take a configuration that says nothing of a head of multi-token prediction for one with it.
         sizes (`Callable`, *optional*):
@@ -159,6 +161,7 @@ class Family:
     has_mtp: bool = False
     has_graphs: bool = False
     has_float8: bool = False
+    has_host_layers: bool = True
     implies_head: bool = False
     sizes: Callable[[PreTrainedConfig], Sizes] | None = None
 

@@ -95,7 +95,9 @@ def _linears_of(layer: torch.nn.Module, places: Counter) -> list[torch.nn.Module
 def _rules(model: Any, layers: list[Any]) -> list[Rule]:
     """The reasons why the layers of a model cannot stay in host memory, whatever their weights are."""
     lists = [list(x) for x in model.modules() if isinstance(x, torch.nn.ModuleList)]
-    others = [x for each in lists if any(map(can_read_host_weights, each)) for x in each if not can_read_host_weights(x)]
+    others = [
+        x for each in lists if any(map(can_read_host_weights, each)) for x in each if not can_read_host_weights(x)
+    ]
     found = others[0] if others else model
     gpu = "Load it after transformers_packed.register(), pass it to patch_model first, or leave its layers on the GPU."
     experts = [module for layer in layers for module in layer.modules() if is_known(module)]

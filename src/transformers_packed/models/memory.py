@@ -8,8 +8,9 @@ A layer that runs without a GPU cannot tell these numbers. PyTorch's reference o
 a step are what the kernels make in the backward of one layer, which no hook of saved tensors sees.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..boundaries import CHUNK_SIZE as RULE_CHUNK_SIZE
 from ..ops import convolution
@@ -18,6 +19,7 @@ from ..ops.cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE
 from ..ops.recipes import WORTH_RECOMPUTING
 from ..ops.terms import PIECE
 from ..parallel.groups import attention_method
+from .host_parameters import SMALLEST
 from .sizes import Attention, DeltaRule, Experts, Layer, Sizes
 
 
@@ -44,15 +46,15 @@ class Lora:
     """LoRA adapters of a rank on all linear layers, and with `experts` on experts. Without a rank, all is trained.
 
     With `mtp_only`, the head of multi-token prediction is trained alone, and the rest runs without gradients.
-    `stored` is how frozen linear layers and experts are stored if they are quantized. With `on_host`, frozen experts are in
-    host memory.
+    `stored` is how frozen linear layers and experts are stored if they are quantized. `on_host` names what stays in host
+    memory: frozen "experts", or frozen "layers" with their experts.
     """
 
     rank: int = 0
     experts: bool = False
     stored: Stored | None = None
     mtp_only: bool = False
-    on_host: bool = False
+    on_host: Literal["", "experts", "layers"] = ""
 
     @property
     def freezes(self) -> bool:
@@ -69,15 +71,28 @@ class Lora:
 ALL_TRAINED = Lora()
 
 
-def experts_in_host_memory(sizes: Sizes, width: int, lora: Lora) -> tuple[float, float]:
-    """Bytes of the experts in host memory, and of those of two layers, which the GPU has at a time.
+def on_host_of(experts: bool, layers: bool) -> Literal["", "experts", "layers"]:
+    """Return `on_host` of [`Lora`]. Layers include their experts."""
+    return "layers" if layers else "experts" if experts else ""
 
-    `width` is the size of a parameter in bytes if it is not quantized.
+
+def in_host_memory(
+    sizes: Sizes, layers: Sequence[Sequence[tuple[int, bool]]], width: int, lora: Lora
+) -> tuple[float, float]:
+    """Bytes of the weights in host memory, and of those of two layers, which the GPU has at a time.
+
+    `width` is the size of a parameter in bytes if it is not quantized. `layers` has the number of elements of each linear
+    layer and weight of experts of a decoder layer, and whether it is quantized.
     """
-    if not lora.on_host:
-        return 0.0, 0.0
-    each = lora.stored.bytes if lora.stored else width
-    return each * sum(sizes.expert_parameters), each * sum(sorted(sizes.expert_parameters)[-2:])
+    each = [width, lora.stored.bytes if lora.stored else width]
+    if lora.on_host == "experts":
+        found = [each[1] * number for number in sizes.expert_parameters]
+    elif lora.on_host == "layers":
+        weights = [[number * each[is_quantized] for number, is_quantized in layer] for layer in layers]
+        found = [sum(x for x in layer if x >= SMALLEST) for layer in weights]
+    else:
+        found = []
+    return float(sum(found)), float(sum(sorted(found)[-2:]))
 
 
 def loss_memory(sizes: Sizes, tokens: int, frozen: bool = False, stream: int = HALF) -> float:

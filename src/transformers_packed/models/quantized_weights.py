@@ -170,7 +170,9 @@ def copied_weights(weights: Any, copied: Any) -> Any:
     if isinstance(weights, StoredWeight):
         return weights.copied(copied)
     values = copied(weights.detach().as_subclass(torch.Tensor))
-    options = {name: vars(weights)[name] for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")}
+    options = {
+        name: vars(weights)[name] for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+    }
     state = _copied_state(weights.quant_state, copied)
     return type(weights)(values, requires_grad=False, quant_state=state, bnb_quantized=True, **options)
 

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 from transformers_packed.data.planning.step_memory import Parameters, checkpointed_layers, step_memory
 from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.families import SIZED, sizes_of
-from transformers_packed.models.memory import NF4, Lora
+from transformers_packed.models.memory import NF4, Lora, on_host_of
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 
 
@@ -121,7 +121,11 @@ def computed(file, run):
         saving == 2,
         arm.split("+")[1] if size > 1 else None,
         Lora(
-            16 * lora, experts, stored if lora else None, mtp == "mtp-only", run.get("experts_in_host_memory", False)
+            16 * lora,
+            experts,
+            stored if lora else None,
+            mtp == "mtp-only",
+            on_host_of(run.get("experts_in_host_memory", False), run.get("layers_in_host_memory", False)),
         ),
         OPTIMIZERS[optim or DEFAULT],
         1,

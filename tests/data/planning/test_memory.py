@@ -29,17 +29,26 @@ from transformers import (
     set_seed,
 )
 
-from transformers_packed import DataCollatorWithFlattening, add_mtp, keep_experts_in_host_memory, registered
+from transformers_packed import (
+    DataCollatorWithFlattening,
+    add_mtp,
+    keep_experts_in_host_memory,
+    keep_layers_in_host_memory,
+    registered,
+)
 from transformers_packed.cli.finetune import untrained_model, with_adapters
 from transformers_packed.data.planning.exchanges import exchanges
 from transformers_packed.data.planning.memory import plan_sequence_parallel
 from transformers_packed.data.planning.step_memory import Parameters, checkpointed_layers, step_memory
+from transformers_packed.models import host_parameters
+from transformers_packed.models import memory as memory_of_models
 from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.families import SIZED, sizes_of
 from transformers_packed.models.host_experts import bytes_in_host_memory
 from transformers_packed.models.memory import ALL_TRAINED, NF4, Lora, layer_memory
 from transformers_packed.models.mtp_head import MtpHead
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
+from transformers_packed.models.quantization import initialize_in_4bit, nf4
 from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -549,6 +558,16 @@ class PlanTest(unittest.TestCase):
                 SPREAD | {"lora_rank": 8, "experts_in_host_memory": True},
                 "got 2 with experts_in_host_memory. Leave",
             ),
+            (
+                "layers of OLMo in host memory",
+                {"config": tiny_config("olmo_hybrid"), "lora_rank": 8, "layers_in_host_memory": True},
+                "a family whose layers can be in host memory, with layers_in_host_memory, got olmo_hybrid",
+            ),
+            (
+                "trained layers in host memory",
+                {"layers_in_host_memory": True},
+                "lora_rank with layers_in_host_memory, got 0. Trained layers stay on the GPU",
+            ),
             ("AdamW", {"optimizer": "adam"}, "expected an optimizer of adamw_torch_fused"),
             (
                 "Muon",
@@ -607,14 +626,47 @@ class PlanTest(unittest.TestCase):
         ]
         usual, need = (plan.options[1][0] for plan in plans)
         layer = 256 * 3 * 512 * 2048 * (NF4.bytes if in_4bit else 2 if weights == "bfloat16" else 4)
-        self.assertAlmostEqual(need.experts_on_host, 4 * layer, delta=1)
+        self.assertAlmostEqual(need.weights_on_host, 4 * layer, delta=1)
         self.assertAlmostEqual(usual.weights - need.weights, 2 * layer, delta=1)
-        self.assertEqual((usual.moments, usual.most, usual.experts_on_host), (need.moments, need.most, 0))
-        host, two = f"{need.experts_on_host / GIB:,.1f}", f"{2 * layer / GIB:,.1f}"
+        self.assertEqual((usual.moments, usual.most, usual.weights_on_host), (need.moments, need.most, 0))
+        host, two = f"{need.weights_on_host / GIB:,.1f}", f"{2 * layer / GIB:,.1f}"
         said = f"\nExperts: {host} GiB of host memory for each GPU, which has {two} GiB of them at a time\n"
         self.assertIn(said, plans[1].summary())
         self.assertIn("Not sharded, on each GPU", plans[1].summary())
         self.assertNotIn("host memory for each GPU", plans[0].summary())
+
+    @parameterized.expand([("dense", False), ("dense", True), ("mixture", True)])
+    def test_layers_in_host_memory_of_a_model(self, kind, in_4bit):
+        """The plan counts what stays on the host, and the GPU has that of two layers."""
+        if in_4bit and not find_spec("bitsandbytes"):
+            self.skipTest("needs bitsandbytes")
+        sizes = SMALL | {"hidden_size": 256, "intermediate_size": 512}
+        config = Qwen3_5TextConfig(**sizes)
+        if kind == "mixture":
+            config = Qwen3_5MoeTextConfig(**sizes, **EXPERTS | {"moe_intermediate_size": 256})
+        options = {"lora_rank": 1, "load_in_4bit": in_4bit}
+        # In a small model, gates are below.
+        smallest = (mock.patch.object(module, "SMALLEST", 1 << 12) for module in (host_parameters, memory_of_models))
+        with next(smallest), next(smallest):
+            with registered(), torch.device("meta" if in_4bit else "cpu"):
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            if in_4bit:
+                initialize_in_4bit(model, nf4(torch.bfloat16), torch.device("cpu"))
+            keep_layers_in_host_memory(model.requires_grad_(False))
+            plans = [
+                plan_sequence_parallel(config, 2**8, 1, 80, **options, layers_in_host_memory=on_host)
+                for on_host in (False, True)
+            ]
+        usual, need = (plan.options[1][0] for plan in plans)
+        found, expected = bytes_in_host_memory(model), need.weights_on_host
+        # Tables of NF4, and gaps between its tensors.
+        self.assertLess(abs(found / expected - 1), 0.1 if in_4bit else 0.001)
+        self.assertRegex(
+            plans[1].summary(), r"\nLayers: 0.0 GiB of host memory for each GPU, which has 0.0 GiB of them at"
+        )
+        self.assertEqual((usual.moments, usual.most, usual.weights_on_host), (need.moments, need.most, 0))
+        layers = len(SMALL["layer_types"])
+        self.assertAlmostEqual((usual.weights - need.weights) / (expected * (1 - 2 / layers)), 1, delta=0.1)
 
     @parameterized.expand([(None,), ("nf4",)])
     def test_experts_in_host_memory_of_a_model(self, kind):
@@ -632,7 +684,7 @@ class PlanTest(unittest.TestCase):
         plan = plan_sequence_parallel(
             config, 2**8, 1, 80, lora_rank=1, load_in_4bit=bool(kind), experts_in_host_memory=True
         )
-        found, expected = bytes_in_host_memory(model), plan.options[1][0].experts_on_host
+        found, expected = bytes_in_host_memory(model), plan.options[1][0].weights_on_host
         # The tables of NF4, and the gaps between tensors.
         self.assertLess(abs(found - expected), 2 * len(SMALL["layer_types"]) * 2 * 6 * 512 if kind else 1)
         self.assertLess(abs(found / expected - 1), 0.03)

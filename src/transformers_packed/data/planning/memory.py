@@ -12,9 +12,8 @@ from transformers import PreTrainedConfig
 
 from ...errors import Rule, check_rules, count, input_error
 from ...models.checkpoint_kinds import stored_as
-from ...models.families import sizes_of
-from ...models.memory import ALL_TRAINED, HALF, NF4, WIDTHS, Lora, way_of_attention
-from ...models.memory import experts_in_host_memory as bytes_on_host
+from ...models.families import family_of, sizes_of
+from ...models.memory import ALL_TRAINED, HALF, NF4, WIDTHS, Lora, in_host_memory, on_host_of, way_of_attention
 from ...models.mtp_head import check_declared
 from ...models.optimizers import DEFAULT, OPTIMIZERS, check_optimizer
 from ...models.segments import check_size
@@ -132,10 +131,10 @@ class SequenceParallelPlan:
         else:
             where, gathered = "Not sharded, on each GPU", []
             transfers = f"DDP transfers per GPU: {_mib(2 * need.gradients * share)} MiB of gradients"
-        if need.experts_on_host:
-            two = bytes_on_host(sizes, WIDTHS[self.weights], self.lora)[1]
+        if need.weights_on_host:
+            two = in_host_memory(sizes, self.parameters.layers, WIDTHS[self.weights], self.lora)[1]
             gathered = [
-                f"Experts: {gib(need.experts_on_host)} GiB of host memory for each GPU, which has {gib(two)} GiB of them at a time"
+                f"{self.lora.on_host.title()}: {gib(need.weights_on_host)} GiB of host memory for each GPU, which has {gib(two)} GiB of them at a time"
             ]
         stored = self.lora.stored
         quantized = (
@@ -199,6 +198,7 @@ def plan_sequence_parallel(
     keep_attention: bool = False,
     segment_tokens: int | None = None,
     experts_in_host_memory: bool = False,
+    layers_in_host_memory: bool = False,
     gated_delta_rule: DeltaRuleMethod = "state",
     attention: AttentionMethod | None = None,
 ) -> SequenceParallelPlan:
@@ -243,6 +243,8 @@ def plan_sequence_parallel(
             Let checkpointed layers compute rows in segments of so many tokens. No row is then shared.
         experts_in_host_memory (`bool`, *optional*, defaults to `False`):
             Keep frozen experts in host memory, as [`keep_experts_in_host_memory`] does. Nothing is then sharded.
+        layers_in_host_memory (`bool`, *optional*, defaults to `False`):
+            Keep frozen decoder layers there, with their experts, as [`keep_layers_in_host_memory`] does.
         gated_delta_rule (`str`, *optional*):
             As in [`SequenceParallel`].
         attention (`str`, *optional*):
@@ -266,7 +268,8 @@ def plan_sequence_parallel(
     ```
     """
     rows, stored = gradient_accumulation_steps, NF4 if load_in_4bit else stored_as(config)
-    lora, mtp = Lora(lora_rank, lora_experts, stored, mtp_only, experts_in_host_memory), mtp or mtp_only
+    on_host = on_host_of(experts_in_host_memory, layers_in_host_memory)
+    lora, mtp = Lora(lora_rank, lora_experts, stored, mtp_only, on_host), mtp or mtp_only
     sizes = sizes_of(config, "Train this model without sequence parallelism.")
     positive = {"max_length": max_length, "gpus": gpus, "memory": memory, "gradient_accumulation_steps": rows}
     rules = (
@@ -319,9 +322,16 @@ def _of_adapters(config: PreTrainedConfig, sizes: Sizes, lora: Lora, load_in_4bi
     yield found and not lora.freezes, f"lora_rank with a checkpoint in {title}", lora.rank, "Its weights are frozen."
     expected, fix = "a mixture of experts, with lora_experts", "Leave lora_experts out."
     yield lora.experts and not sizes.mixtures, expected, config.model_type, fix
-    name, fix = "experts_in_host_memory", "Leave it out."
-    yield lora.on_host and not sizes.mixtures, f"a mixture of experts, with {name}", config.model_type, fix
-    yield lora.on_host and not lora.rank, f"lora_rank with {name}", lora.rank, "Trained experts stay on the GPU."
+    of_experts, name, fix = lora.on_host == "experts", f"{lora.on_host}_in_host_memory", "Leave it out."
+    yield of_experts and not sizes.mixtures, f"a mixture of experts, with {name}", config.model_type, fix
+    able = not lora.on_host or of_experts or family_of(config).has_host_layers
+    yield not able, f"a family whose layers can be in host memory, with {name}", config.model_type, fix
+    yield (
+        lora.on_host and not lora.rank,
+        f"lora_rank with {name}",
+        lora.rank,
+        f"Trained {lora.on_host} stay on the GPU.",
+    )
     expected = f"lora_rank of at most {MAX_RANK} with lora_experts"
     yield lora.experts and lora.rank > MAX_RANK, expected, lora.rank, "Lower it."
 
@@ -334,7 +344,7 @@ def _check_spread(
     uneven = expert_parallel < 1 or gpus % expert_parallel or number % expert_parallel
     reasons = {
         "lora_experts": lora.experts,
-        "experts_in_host_memory": lora.on_host,
+        f"{lora.on_host}_in_host_memory": lora.on_host,
         "load_in_4bit": lora.stored == NF4,
         f"weights in {lora.stored and lora.stored.title}": lora.stored,
         # Its experts would stay whole.

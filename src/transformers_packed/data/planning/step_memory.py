@@ -1,5 +1,6 @@
 """The memory of a GPU in a step, by the formulae of docs/explained/memory.md. Bytes are per GPU, computation in bfloat16."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from ...models.memory import (
     HALF,
     Lora,
     attention_output,
-    experts_in_host_memory,
     head_memory,
+    in_host_memory,
     layer_memory,
     loss_memory,
     segment_memory,
@@ -33,7 +34,8 @@ class Parameters:
 
     `embeddings` are those of input embeddings that are not tied to the language modeling head, `head` those of a head of
     multi-token prediction, if it is trained. `quantized` are those that the checkpoint has in fewer bits, or that loading
-    in 4 bit quantizes. The adapters are those of linear layers and of experts.
+    in 4 bit quantizes. The adapters are those of linear layers and of experts. `layers` are those of each linear layer and
+    weight of experts in each decoder layer, and whether they are among the quantized ones.
     """
 
     total: int
@@ -45,6 +47,7 @@ class Parameters:
     expert_adapters: int
     embeddings: int
     head: int = 0
+    layers: tuple[tuple[tuple[int, bool], ...], ...] = ()
 
     @classmethod
     def of(cls, config: PreTrainedConfig, mtp: bool = False) -> "Parameters":
@@ -63,6 +66,7 @@ class Parameters:
         quantized = sum(x.numel() for x in (*linear, *experts))
         weight, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         embeddings = 0 if weight is output else weight.numel()
+        by_layer = _weights_of_layers(model, kept)
         # Neither adapters nor fewer bits are for the head.
         head = _add_head(model) if mtp else 0
         stacks = (module for name, module in model.named_modules() if name.endswith((".layers", ".blocks")))
@@ -70,7 +74,7 @@ class Parameters:
         total = _count(model)
         matrices = sum(model.get_parameter(name).numel() for name in hidden_matrices(model))
         found = total, total - sum(layers), max(layers), matrices, quantized, adapters, expert_adapters
-        return cls(*found, embeddings, head)
+        return cls(*found, embeddings, head, by_layer)
 
     def trained(self, lora: Lora) -> int:
         """The number of trained parameters."""
@@ -82,6 +86,19 @@ class Parameters:
         """The size of all parameters, in weights of `width` bytes. Beside adapters, a head is in float32 as they are."""
         frozen = width * self.total + (lora.stored.bytes - width if lora.stored else 0) * self.quantized
         return frozen + FULL * self.trained(lora) - width * self.head if lora.rank else frozen
+
+
+def _weights_of_layers(model: Any, kept: Callable[[str], bool]) -> tuple[tuple[tuple[int, bool], ...], ...]:
+    """Return `layers` of [`Parameters`]."""
+    names = {module: name for name, module in model.named_modules()}
+
+    def of(layer: torch.nn.Module) -> tuple[tuple[int, bool], ...]:
+        linears = {f"{names[layer]}.{name}": x for name, x in layer.named_modules() if type(x) is torch.nn.Linear}
+        experts = [x for name, x in layer.named_parameters() if f"{names[layer]}.{name}".endswith(EXPERT_WEIGHTS)]
+        found = [(x.weight.numel(), not kept(name)) for name, x in linears.items()]
+        return *found, *((x.numel(), True) for x in experts)
+
+    return tuple(map(of, model.get_decoder().layers))
 
 
 @dataclass(frozen=True)
@@ -107,8 +124,8 @@ class StepMemory:
             The most bytes of gradients, activations and what FSDP2 gathers at the same time, which is less than their sum.
         host (`float`, *optional*, defaults to 0.0):
             Pinned host memory for checkpoints. It is not part of the total.
-        experts_on_host (`float`, *optional*, defaults to 0.0):
-            Pinned host memory for experts. It is not part of the total, but the experts of two layers are part of `weights`.
+        weights_on_host (`float`, *optional*, defaults to 0.0):
+            Pinned host memory for weights. It is not part of the total, but those of two layers are part of `weights`.
     """
 
     weights: float
@@ -119,7 +136,7 @@ class StepMemory:
     working: float
     most: float
     host: float = 0.0
-    experts_on_host: float = 0.0
+    weights_on_host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -205,7 +222,7 @@ def step_memory(
         working=max(loss, *(way.kept + way.made for way in ways)),
         most=max(most_at_loss, backward + at_layers, gradients / gpus + checkpoint + at_end),
         host=checkpoints * checkpoint if offload else 0.0,
-        experts_on_host=experts_in_host_memory(sizes, width, lora)[0],
+        weights_on_host=in_host_memory(sizes, parameters.layers, width, lora)[0],
     )
 
 
@@ -279,7 +296,7 @@ def _of_parameters(
         gradients = min(gradients, width * both)
     # Of a head of multi-token prediction, all but its norms are hidden matrices.
     special = (0, min(trained, parameters.matrices)) if lora.freezes else (head, parameters.matrices)
-    on_host, two_layers = experts_in_host_memory(sizes, width, lora)
+    on_host, two_layers = in_host_memory(sizes, parameters.layers, width, lora)
     weights = parameters.bytes(width, lora) - on_host + two_layers
     return weights, gradients, optimizer.states(value, trained, *special)
 

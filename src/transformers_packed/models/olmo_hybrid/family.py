@@ -12,5 +12,7 @@ OLMO_HYBRID = Family(
     # The projections to the decay and the write strength of the delta rule.
     sensitive=("a_proj", "b_proj"),
     has_graphs=True,
+    # Those of attention are of stock classes.
+    has_host_layers=False,
     sizes=olmo_sizes,
 )
