@@ -1,6 +1,7 @@
 """Decoder layers in host memory: training, moves, files and refusals, on a CPU that takes copies of them as a GPU does."""
 
 import copy
+import tempfile
 import unittest
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -14,19 +15,22 @@ from mixins.model import packed_batch
 from mixins.patch import CONFIGS, builtin_model, on_a_gpu
 from ops.test_grouped_dequantization import random_groups
 from parameterized import parameterized
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from transformers_packed import (
     add_mtp,
+    keep_experts_in_host_memory,
     keep_layers_in_host_memory,
     patch_model,
+    unpatch_model,
+    use_cuda_graphs,
 )
-from transformers_packed.models import host_parameters
+from transformers_packed.models import cuda_graphs, host_parameters
 from transformers_packed.models.checkpoint_formats import PackedWeight
 from transformers_packed.models.experts import is_known
 from transformers_packed.models.families import EXPERT_WEIGHTS
-from transformers_packed.models.host_experts import names_in_host_memory
-from transformers_packed.models.host_parameters import can_read_host_weights, host_of
+from transformers_packed.models.host_experts import bytes_in_host_memory, names_in_host_memory
+from transformers_packed.models.host_parameters import can_read_host_weights, host_of, loading_to_host
 from transformers_packed.models.losses import OWN, MtpLoss
 
 
@@ -73,6 +77,8 @@ def tiny(family="qwen3_5", kind="float32", adapters=True, **options):
         for name, module in list(layer.named_modules()):
             if isinstance(module, torch.nn.Linear) and kind in (*PACKED, "nf4") and module.weight.shape[1] % 16 == 0:
                 layer.set_submodule(name, quantized(module, kind))
+    # PEFT reads it.
+    model.is_loaded_in_4bit = kind == "nf4"
     torch.manual_seed(1)
     experts = list(EXPERT_WEIGHTS) if any(is_known(x) for x in model.modules()) else None
     config = LoraConfig(**{"r": 4, "target_modules": ADAPTED, "target_parameters": experts} | options)
@@ -256,3 +262,214 @@ class TrainingTest(HostLayersTestCase):
         ]
         self.assertEqual([len(x) for x in pages], [12, 12])
         self.assertFalse(pages[0] & pages[1])
+
+
+class MovesTest(HostLayersTestCase):
+    @parameterized.expand([(kind,) for kind in KINDS])
+    def test_stay_where_they_are(self, kind):
+        """The meta device stands for a GPU."""
+        model = tiny(kind=kind)
+        before = {name: x.detach().clone() for name, x in model.named_parameters()}
+        keep_layers_in_host_memory(model)
+        names = names_in_host_memory(model)
+        self.assertEqual(
+            {name.split(".")[-2 - ("base_layer" in name)] for name in names} - {"in_proj_a", "in_proj_b"},
+            {f"in_proj_{x}" for x in ("qkv", "z")}
+            | {f"{x}_proj" for x in ("q", "k", "v", "o", "out", "gate", "up", "down")},
+        )
+        model.to("meta")
+        for name, x in model.named_parameters():
+            self.assertEqual(x.device.type, "cpu" if name in names else "meta", name)
+            self.assertFalse(name in names and x.requires_grad)
+            if name in names:
+                self.assertTrue(torch.equal(x.detach().float(), before[name].float()))
+        for change in (model.half, model.double):
+            if kind not in ("nvfp4", "int4", "nf4"):
+                with self.assertRaisesRegex(ValueError, "in the dtype in which they were loaded, got torch.float"):
+                    change()
+
+    def test_biases_move(self):
+        linear = layers_of(model := tiny(adapters=False))[0].mlp.up_proj
+        linear.bias = torch.nn.Parameter(torch.randn(linear.out_features), False)
+        expected = model(**packed_batch(ROWS[0], "cu_seqlens")).logits
+        keep_layers_in_host_memory(model)
+        with copied_on_a_cpu():
+            self.assertTrue(torch.equal(model(**packed_batch(ROWS[0], "cu_seqlens")).logits, expected))
+        model.to("meta")
+        self.assertEqual([linear.weight.device.type, linear.bias.device.type], ["cpu", "meta"])
+
+    def test_small_and_shared_weights_move(self):
+        model = tiny(adapters=False)
+        first, second, third, _ = layers_of(model)
+        second.mlp.up_proj.weight = first.mlp.up_proj.weight
+        with mock.patch.object(host_parameters, "SMALLEST", third.mlp.up_proj.weight.nbytes):
+            keep_layers_in_host_memory(model)
+        self.assertEqual([host_of(x.mlp.up_proj) is None for x in (first, second, third)], [True, True, False])
+        gates = [x for name, x in third.named_modules() if name.endswith(("in_proj_a", "in_proj_b"))]
+        self.assertEqual([host_of(x) for x in gates], [None] * 2)
+
+    def test_no_tensor_is_there_twice(self):
+        model = tiny(kind="nf4" if find_spec("bitsandbytes") else "nvfp4", adapters=False)
+        keep_layers_in_host_memory(model)
+        hosts = [host_of(layer) for layer in layers_of(model)]
+        pages = [{*host.pages.values()} for host in hosts]
+        places = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for each in pages for x in each]
+        tensors = [
+            x
+            for layer in layers_of(model)
+            for x in host_parameters._all_tensors_of(host_parameters._linears_of(layer))
+        ]
+        self.assertTrue(all(any(x.data_ptr() in place for place in places) for x in tensors))
+        for layer in layers_of(model):
+            for linear in host_parameters._linears_of(layer):
+                self.assertIs(vars(linear).get("quant_state"), getattr(linear.weight, "quant_state", None))
+
+    def test_files(self):
+        model = tiny(adapters=False)
+        expected = {name: x.clone() for name, x in model.state_dict().items()}
+        row = packed_batch(ROWS[0], "cu_seqlens")
+        logits = model(**row).logits
+        keep_layers_in_host_memory(model)
+        self.assert_same(dict(model.state_dict()), expected)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            loaded = type(model).from_pretrained(folder)
+        self.assertTrue(torch.equal(loaded(**row).logits, logits))
+        self.assertEqual(names_in_host_memory(loaded), [])
+        keep_layers_in_host_memory(loaded.requires_grad_(False)).load_state_dict(expected)
+
+    @parameterized.expand([("float32",), ("nf4",)])
+    def test_adapters_are_saved_and_merged(self, kind):
+        model = tiny(kind=kind)
+        row = packed_batch(ROWS[0], "cu_seqlens")
+        plain = copy.deepcopy(model)
+        keep_layers_in_host_memory(model)
+        with copied_on_a_cpu():
+            before = model(**row).logits
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                base = keep_layers_in_host_memory(tiny(kind=kind, adapters=False))
+                self.assertTrue(torch.equal(PeftModel.from_pretrained(base, folder).train()(**row).logits, before))
+            for change in ("merge_adapter", "unmerge_adapter", "merge_and_unload"):
+                # The last one returns the model without adapters.
+                model, plain = (getattr(x, change)() or x for x in (model, plain))
+                after = model(**row).logits
+                self.assertFalse(torch.equal(after, before))
+                self.assertTrue(torch.equal(after, plain(**row).logits), change)
+            self.assertGreater(len(names_in_host_memory(model)), 4 * 4)
+
+    @BITSANDBYTES
+    @parameterized.expand([("qwen3_5",), ("qwen3_5_moe",)])
+    def test_quantized_while_they_are_loaded(self, family):
+        from transformers_packed.models.quantization import nf4
+
+        moved, cpu = [], torch.Tensor.cpu
+        with tempfile.TemporaryDirectory() as folder:
+            source = tiny(family, adapters=False)
+            source.save_pretrained(folder)
+            cls, options = type(source), {"quantization_config": nf4(torch.float32), "dtype": torch.float32}
+            expected = cls.from_pretrained(folder, **options)
+            with (
+                loading_to_host(layers=True),
+                mock.patch.object(torch.Tensor, "cpu", lambda x: [moved.append(x), cpu(x)][1]),
+            ):
+                model = cls.from_pretrained(folder, **options)
+            self.assert_in_place(model, expected)
+            self.assertGreater(len(moved), len(names_in_host_memory(model)))
+            expected.save_pretrained(folder)
+            with loading_to_host(layers=True):
+                again = cls.from_pretrained(folder, dtype=torch.float32)
+            self.assert_in_place(again, expected)
+
+    def assert_in_place(self, model, expected):
+        """They are not yet in pages, but already stay."""
+        self.assertEqual(bytes_in_host_memory(model), 0)
+        names = set(names_in_host_memory(model))
+        row = packed_batch(ROWS[0], "cu_seqlens")
+        for one in (model, expected):
+            for module in one.modules():
+                if hasattr(module, "support_avx512bf16_for_cpu"):
+                    module.support_avx512bf16_for_cpu = False
+        other = keep_layers_in_host_memory(copy.deepcopy(model.requires_grad_(False)))
+        # Linear layers in full precision were not quantized.
+        self.assertLessEqual(names, {*names_in_host_memory(other)})
+        with copied_on_a_cpu():
+            self.assertTrue(torch.equal(other(**row).logits, expected(**row).logits))
+        model.to("meta")
+        self.assertEqual({name for name, x in model.named_parameters() if x.device.type == "cpu"}, names)
+
+
+class RefusalsTest(HostLayersTestCase):
+    def check_error(self, message, model):
+        with self.assertRaisesRegex(ValueError, message):
+            keep_layers_in_host_memory(model)
+        self.assertEqual(names_in_host_memory(model), [])
+
+    def test_models(self):
+        stock = builtin_model("qwen3_5").requires_grad_(False)
+        self.check_error(
+            "expected decoder layers of this package, got Qwen3_5ForCausalLM. Load it .* patch_model", stock
+        )
+        olmo = patch_model(builtin_model("olmo_hybrid")).requires_grad_(False)
+        self.check_error("expected decoder layers of this package, got OlmoHybridForCausalLM", olmo)
+        trained = patch_model(builtin_model("qwen3_5"))
+        self.check_error(
+            "large frozen weights, got small or trained ones alone. Call it after get_peft_model", trained
+        )
+        mixed = tiny(adapters=False)
+        mixed.model.layers[1].__class__ = type(stock.model.layers[1])
+        self.check_error("expected decoder layers of this package, got Qwen3_5DecoderLayer", mixed)
+        hooked = tiny(adapters=False)
+        vars(layers_of(hooked)[0].mlp)["_hf_hook"] = None
+        self.check_error("expected layers that stay in host memory, got a device_map", hooked)
+        shared = tiny(adapters=False)
+        layers_of(shared)[0].mlp.down_proj.weight.device_mesh = None
+        self.check_error("expected whole layers in host memory, got layers that several processes share", shared)
+        with mock.patch("transformers_packed.models.host_experts.gathers_weights", lambda model: True):
+            self.check_error("without FSDP and ZeRO-3 for layers in host memory, got a sharded", tiny(adapters=False))
+        other = tiny(adapters=False)
+        layers_of(other)[3].mlp.up_proj.weight = type("Int8Params", (torch.nn.Parameter,), {})(
+            torch.ones(48, 32), False
+        )
+        self.check_error("a linear layer in host memory, plain or quantized .* got weight, a Int8Params", other)
+        mixture = tiny("qwen3_5_moe", adapters=False)
+        mixture.set_experts_implementation("grouped_mm")
+        self.check_error('expected experts_implementation="transformers_packed" for experts in host', mixture)
+        mixture.set_experts_implementation("transformers_packed")
+        next(x for x in mixture.modules() if is_known(x)).down_proj.requires_grad_(True)
+        self.check_error("expected frozen weights in host memory, got a trained down_proj", mixture)
+
+    def test_what_comes_later(self):
+        model = keep_layers_in_host_memory(tiny(adapters=False))
+        row = packed_batch(ROWS[0], "cu_seqlens")
+        with self.assertRaisesRegex(ValueError, "got weights in host memory, which stock classes do not copy"):
+            unpatch_model(model)
+        layers_of(model)[2].mlp.up_proj.weight.requires_grad_(True)
+        with copied_on_a_cpu(), self.assertRaisesRegex(ValueError, "expected frozen weights .*, got a trained weight"):
+            model(**row)
+        layers_of(model)[2].mlp.up_proj.weight.requires_grad_(False)
+        with (
+            mock.patch("torch.compiler.is_compiling", lambda: True),
+            self.assertRaisesRegex(ValueError, "without compil"),
+        ):
+            layers_of(model)[0](torch.ones(1, 2, 32), None)
+        model(**row)
+
+    def test_graphs(self):
+        model = keep_layers_in_host_memory(tiny())
+        use_cuda_graphs(model, 64)
+        (text,) = cuda_graphs.text_models_of(model)
+        inputs = torch.empty(0, requires_grad=True)
+        reasons = cuda_graphs._reasons_of_layers(text.layers, list(text.layers.modules()), inputs)
+        self.assertEqual(next(reason for holds, reason in reasons if holds), "weights are in host memory")
+
+    def test_experts_first(self):
+        """Both calls in any order keep the same weights."""
+        for calls in ((keep_experts_in_host_memory, keep_layers_in_host_memory), (keep_layers_in_host_memory,) * 2):
+            model = tiny("qwen3_5_moe")
+            expected = gradients(model, ROWS[0])
+            for call in calls:
+                call(model)
+            with copied_on_a_cpu():
+                self.assert_same(gradients(model, ROWS[0]), expected)
+            self.assertEqual(len({id(host_of(x)) for x in model.modules() if host_of(x)}), 4)
