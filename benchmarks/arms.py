@@ -245,11 +245,11 @@ def quantize(model: torch.nn.Module, experts: bool = True) -> None:
     model.is_loaded_in_4bit = True
 
 
-def make_base(config: dict, kind: str, device: str, on_host: bool = False) -> torch.nn.Module:
+def make_base(config: dict, kind: str, device: str, on_host: str = "") -> torch.nn.Module:
     """A causal model of random weights: in bfloat16, NF4, torchao's float8, or as released, in FP8, NVFP4 or as AWQ has them.
 
-    Its experts in bfloat16 exist for one layer at a time, unless they stay so. With `on_host`, those of a layer go to host
-    memory before the next ones are made.
+    Its experts in bfloat16 exist for one layer at a time, unless they stay so. With `on_host`, "experts" or all "layers", those
+    of a layer go to host memory before the next ones are made.
     """
 
     def on_meta() -> torch.nn.Module:
@@ -258,7 +258,7 @@ def make_base(config: dict, kind: str, device: str, on_host: bool = False) -> to
 
     model = on_meta()
     if kind == "nf4":
-        with loading_to_host() if on_host else nullcontext():
+        with loading_to_host(on_host == "layers") if on_host else nullcontext():
             initialize_in_4bit(model, nf4(torch.bfloat16), device)
         return model
     if kind == "fp8":
@@ -271,6 +271,8 @@ def make_base(config: dict, kind: str, device: str, on_host: bool = False) -> to
             model.set_submodule(name, stored)
         if on_host and {*EXPERTS} <= stored._parameters.keys():
             move_to_host(stored.requires_grad_(False))
+        elif on_host == "layers" and isinstance(stored, torch.nn.Linear):
+            stored.cpu()
     model.tie_weights()
     if kind == "float8":
         store_in_float8(model)

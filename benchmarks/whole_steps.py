@@ -45,8 +45,10 @@ from transformers_packed import (
     PackedTrainer,
     PackedTrainingArguments,
     keep_experts_in_host_memory,
+    keep_layers_in_host_memory,
 )
 from transformers_packed.models.host_experts import bytes_in_host_memory
+from transformers_packed.models.memory import on_host_of
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 from transformers_packed.models.packed_model import bytes_on_host
 from transformers_packed.models.versions import checkpointing_argument
@@ -59,7 +61,7 @@ PEAK_FLOPS = 989.4e12
 # Frozen weights that `make_base` makes.
 STORED = ("float8", "nf4", "fp8", "nvfp4", "awq")
 # The options that a result repeats.
-SETTINGS = "model weights tokens one_document optim checkpointing offload segment_tokens lora linear experts_in_host_memory float8 graphs torch_compile waits ddp_find_unused_parameters comm_hook".split()
+SETTINGS = "model weights tokens one_document optim checkpointing offload segment_tokens lora linear experts_in_host_memory layers_in_host_memory float8 graphs torch_compile waits ddp_find_unused_parameters comm_hook".split()
 
 
 def lengths_of(args, seed: int = 0) -> list[int]:
@@ -241,8 +243,9 @@ def measure(args, config: dict) -> dict:
         ddp_find_unused_parameters=args.ddp_find_unused_parameters,
         **options,
     )
-    if args.weights in STORED or args.experts_in_host_memory:
-        model = make_base(config, args.weights, settings.device, args.experts_in_host_memory)
+    on_host = on_host_of(args.experts_in_host_memory, args.layers_in_host_memory)
+    if args.weights in STORED or on_host:
+        model = make_base(config, args.weights, settings.device, on_host)
     else:
         with settings.device:
             model = AutoModelForCausalLM.from_config(
@@ -252,6 +255,9 @@ def measure(args, config: dict) -> dict:
         model = with_lora(model, False, not args.linear)
     if args.experts_in_host_memory:
         keep_experts_in_host_memory(model)
+    if args.layers_in_host_memory:
+        # PEFT puts adapters beside the weights.
+        keep_layers_in_host_memory(model).to(settings.device)
     # Weights in fewer bits were others before, whose memory would count as reserved.
     torch.cuda.empty_cache()
     clock = Clock(args)
@@ -292,11 +298,7 @@ def measure(args, config: dict) -> dict:
         "tokens_per_second_per_gpu": round(tokens / seconds),
         "model_flops_utilization": round(flops / seconds / PEAK_FLOPS, 4),
         "peak_GiB": round(clock.peak / 2**30, 2),
-        **(
-            {"experts_on_host_GiB": round(bytes_in_host_memory(model) / 2**30, 2)}
-            if args.experts_in_host_memory
-            else {}
-        ),
+        **({f"{on_host}_on_host_GiB": round(bytes_in_host_memory(model) / 2**30, 2)} if on_host else {}),
         **({"reserved_GiB": round(clock.reserved / 2**30, 2)} if clock.peak else {}),
         "first_step_seconds": round(clock.times[1] - clock.times[0], 2),
         "losses": clock.losses,
@@ -333,6 +335,7 @@ def main() -> int:
     parser.add_argument("--linear", action="store_true", help="with --lora, none on experts")
     on_host = "with --lora, keep the experts in host memory, in --weights bfloat16 or fewer bits but those of torchao"
     parser.add_argument("--experts-in-host-memory", action="store_true", help=on_host)
+    parser.add_argument("--layers-in-host-memory", action="store_true", help="the same for whole layers")
     parser.add_argument("--float8", action="store_true")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="default: PackedTrainer decides")
     parser.add_argument("--torch-compile", action="store_true", help="torch_compile=True, and what it compiled")
@@ -350,8 +353,9 @@ def main() -> int:
     args = parser.parse_args()
     if (args.offload is not None or args.segment_tokens) and not args.checkpointing:
         parser.error("--offload, --no-offload and --segment-tokens need --checkpointing")
-    if args.experts_in_host_memory and (not args.lora or args.weights not in ("bfloat16", *STORED[1:])):
-        parser.error(f"--experts-in-host-memory needs --lora and --weights of bfloat16, {', '.join(STORED[1:])}")
+    on_host = on_host_of(args.experts_in_host_memory, args.layers_in_host_memory)
+    if on_host and (not args.lora or args.weights not in ("bfloat16", *STORED[1:])):
+        parser.error(f"--{on_host}-in-host-memory needs --lora and --weights of bfloat16, {', '.join(STORED[1:])}")
     args.weights = args.weights or (OPTIMIZERS[args.optim].weights if args.optim in OPTIMIZERS else "float32")
     first = int(os.environ.get("RANK", 0)) == 0
     config = with_layers(MODELS[args.model], args.layers)

@@ -54,6 +54,8 @@ class LateCopies(offload.Copies):
     def start(self, target, source):
         # These share the memory, and later changes do not count as changes of the tensor.
         self.copies, (to, of) = self.copies + 1, (x.data for x in (target, source))
+        # A copy does.
+        torch.autograd.graph.increment_version(target)
         # Bytes of this value are NaN in any floating dtype.
         to.fill_(float("nan") if target.is_floating_point() else 255)
         return Event(self, self.time + self.copy_ms, lambda: to.copy_(of))

@@ -22,6 +22,7 @@ from transformers_packed import (
     SequenceBoundaries,
     configure_packing,
     keep_experts_in_host_memory,
+    keep_layers_in_host_memory,
     pack_dataset,
     patch_model,
     plan_packing,
@@ -228,13 +229,16 @@ def of_teachers() -> Calls:
     yield lambda: configure_packing(make_trainer(kind=WithOwnLoss), teacher=longer)
 
 
-def of_experts_in_host_memory() -> Calls:
+def of_host_memory() -> Calls:
     stock = tiny_model("qwen3_5_moe_text")
     yield lambda: keep_experts_in_host_memory(stock)
     yield lambda: keep_experts_in_host_memory(patch_model(stock))
     kept = keep_experts_in_host_memory(patch_model(tiny_model("qwen3_5_moe_text")).requires_grad_(False))
     yield lambda: kept.half()
     yield lambda: unpatch_model(kept)
+    stock = tiny_model("qwen3_5_text")
+    yield lambda: keep_layers_in_host_memory(stock)
+    yield lambda: keep_layers_in_host_memory(patch_model(stock))
 
 
 def of_ops() -> Calls:
@@ -255,7 +259,7 @@ SECTIONS = {
     "Preferences and shared prompts": of_preferences,
     "A head of multi-token prediction does not train": of_mtp,
     "A teacher does not fit": of_teachers,
-    "Experts do not stay in host memory": of_experts_in_host_memory,
+    "Weights do not stay in host memory": of_host_memory,
     "An op refuses a call": of_ops,
 }
 

@@ -10,6 +10,8 @@ from unittest import mock
 import torch
 from common.blocks import stored_and_plain
 from common.late_experts import copied_on_a_cpu
+from common.processes import run_processes
+from common.sharded import batch, wrapped_by
 from mixins.lora import randomized
 from mixins.model import packed_batch
 from mixins.patch import CONFIGS, builtin_model, on_a_gpu
@@ -32,6 +34,7 @@ from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.host_experts import bytes_in_host_memory, names_in_host_memory
 from transformers_packed.models.host_parameters import can_read_host_weights, host_of, loading_to_host
 from transformers_packed.models.losses import OWN, MtpLoss
+from transformers_packed.models.releases import IGNORED_BY_DDP
 
 
 KINDS = ["float32", "bfloat16", "nvfp4", "int4", "fp8", "nf4"]
@@ -195,6 +198,18 @@ class TrainingTest(HostLayersTestCase):
             # Those of two layers are there at each turn.
             self.assertEqual(copies.copies.copies - made, 2 * (4 - 2))
 
+    def test_asked_for_before_their_backward(self):
+        """A function may keep a weight where no checkpoint sees it, and read it before the layer is computed again."""
+        model, asked = keep_layers_in_host_memory(tiny()), []
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with copied_on_a_cpu() as copies:
+            loss, get = loss_of(model, ROWS[0]), copies.get
+            noted = mock.patch.object(copies, "get", lambda host, key: [asked.append(host), get(host, key)][1])
+            with noted:
+                loss.backward()
+        last_first = [host_of(layer) for layer in reversed(layers_of(model))]
+        self.assertEqual(list(map(id, asked)), [id(host) for host in last_first for _ in range(2)])
+
     def test_head_of_multi_token_prediction(self):
         config = type(CONFIGS["qwen3_5"])(**CONFIGS["qwen3_5"].to_dict() | {"mtp_num_hidden_layers": 1})
         model = patch_model(builtin_model("qwen3_5", config=config))
@@ -252,6 +267,12 @@ class TrainingTest(HostLayersTestCase):
                 with mock.patch.object(host_parameters, "is_apart", lambda device: False):
                     self.assertTrue(torch.equal(model(**row).logits, after))
 
+    def test_two_processes(self):
+        (found, ignored), (other, _) = run_processes(ddp, 2, True)
+        self.assert_same(found, other)
+        self.assert_same(found, run_processes(ddp, 2, False)[0][0])
+        self.assertGreater(len(ignored), 4 * 4)
+
     def test_a_copy_of_the_model(self):
         model = keep_layers_in_host_memory(tiny("qwen3_5_moe", "nf4" if find_spec("bitsandbytes") else "nvfp4"))
         other = copy.deepcopy(model)
@@ -262,6 +283,17 @@ class TrainingTest(HostLayersTestCase):
         ]
         self.assertEqual([len(x) for x in pages], [12, 12])
         self.assertFalse(pages[0] & pages[1])
+
+
+def ddp(on_host):
+    model, ignored = tiny(), []
+    with mock.patch.object(host_parameters, "SMALLEST", SMALL):
+        if on_host:
+            ignored = names_in_host_memory(keep_layers_in_host_memory(model))
+            setattr(model, IGNORED_BY_DDP, ignored)
+        wrapped = wrapped_by("ddp", model)
+        wrapped(**batch(torch.distributed.get_rank())).loss.backward()
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}, ignored
 
 
 class MovesTest(HostLayersTestCase):
@@ -307,6 +339,14 @@ class MovesTest(HostLayersTestCase):
         self.assertEqual([host_of(x.mlp.up_proj) is None for x in (first, second, third)], [True, True, False])
         gates = [x for name, x in third.named_modules() if name.endswith(("in_proj_a", "in_proj_b"))]
         self.assertEqual([host_of(x) for x in gates], [None] * 2)
+
+    def test_adapters_that_are_not_active_move(self):
+        model = tiny()
+        model.add_adapter("other", LoraConfig(r=32, target_modules=ADAPTED))
+        frozen = [name for name, x in model.named_parameters() if "other" in name and not x.requires_grad]
+        self.assertTrue(frozen)
+        keep_layers_in_host_memory(model)
+        self.assertEqual([name for name in names_in_host_memory(model) if "lora_" in name], [])
 
     def test_no_tensor_is_there_twice(self):
         model = tiny(kind="nf4" if find_spec("bitsandbytes") else "nvfp4", adapters=False)

@@ -21,6 +21,8 @@ from parameterized import parameterized
 from torch.autograd import DeviceType
 from whole_steps import OPTIMIZERS, summary
 
+from transformers_packed.models import host_parameters
+
 
 def event(name: str, start: int, end: int, device=DeviceType.CUDA, annotation: bool = False) -> SimpleNamespace:
     span = SimpleNamespace(start=1000 * start, end=1000 * end)
@@ -74,9 +76,11 @@ class OptimizersTest(unittest.TestCase):
 
 
 class HostMemoryTest(unittest.TestCase):
-    @parameterized.expand(["bfloat16", "nvfp4"])
+    @parameterized.expand([("bfloat16", "experts"), ("nvfp4", "experts"), ("bfloat16", "layers"), ("nvfp4", "layers")])
     @pytest.mark.slow
-    def test_experts_in_host_memory(self, weights):
+    def test_weights_in_host_memory(self, weights, what):
+        if what == "layers":
+            self.enterContext(mock.patch.object(host_parameters, "SMALLEST", 1 << 10))
         options = [
             "--model",
             "tiny-moe",
@@ -93,12 +97,12 @@ class HostMemoryTest(unittest.TestCase):
         moved = []
         with tempfile.TemporaryDirectory() as folder, copied_on_a_cpu() as copies:
             path, scratch = Path(folder, "runs.json"), str(Path(folder, "scratch"))
-            for option in ([], ["--experts-in-host-memory"]):
+            for option in ([], [f"--{what}-in-host-memory"]):
                 moved.append(copies.copies.copies)
                 run_main(whole_steps, *options, *option, "--output", path, "--scratch", scratch)
             runs = json.loads(path.read_text())["runs"]
-        self.assertEqual([run["experts_in_host_memory"] for run in runs], [False, True])
-        self.assertEqual(["experts_on_host_GiB" in run for run in runs], [False, True])
+        self.assertEqual([run[f"{what}_in_host_memory"] for run in runs], [False, True])
+        self.assertEqual([f"{what}_on_host_GiB" in run for run in runs], [False, True])
         self.assertEqual(moved, [0, 0])
         self.assertGreater(copies.copies.copies, 0)
 
