@@ -162,8 +162,10 @@ class CopiesTest(unittest.TestCase):
         self.use(*FORWARD)
         self.layers[0].keep(0, [torch.ones(100), torch.zeros(3)])
         self.layers[0].keep("more", [torch.full((5,), 7)])
+        self.assertEqual(self.layers[0].keep("none", []), [])
         self.assertEqual([x.tolist() for x in self.layers[0].on(CPU, 0)], [[1.0] * 100, [0.0] * 3])
         self.assertEqual(self.layers[0].on(CPU, "more")[0].tolist(), [7] * 5)
+        self.assertEqual(self.layers[0].on(CPU, "none"), [])
 
     def test_changed_values(self):
         self.use(*FORWARD)

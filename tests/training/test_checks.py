@@ -190,12 +190,12 @@ class ReasonsTest(ConfigureTestCase):
     def test_experts_in_host_memory_that_would_be_sharded(self, shards):
         trainer = self.trainer(mixture_on_host())
         setattr(trainer, shards, True)
-        self.check(trainer, "weights on the GPUs for FSDP and DeepSpeed, got experts in host memory")
+        self.check(trainer, "weights on the GPUs for FSDP and DeepSpeed, got weights in host memory")
 
     def test_experts_in_host_memory(self):
         trainer = self.trainer(mixture_on_host())
         self.assertEqual(
-            excludes_graphs(trainer), "experts in host memory, whose copies have other addresses in each step"
+            excludes_graphs(trainer), "weights in host memory, whose copies have other addresses in each step"
         )
         names = names_in_host_memory(trainer.model)
         said(configure_packing, trainer)

@@ -216,7 +216,7 @@ def _set_moved(module: Any, name: str, moved: Iterator[torch.Tensor], host: Host
             _set(module, part, _in_memory_of(moved, module._parameters[part], host))
 
 
-def _set(module: Any, part: str, weight: torch.nn.Parameter) -> None:
+def _set(module: Any, part: str, weight: Any) -> None:
     module._parameters[part] = weight
     if is_in_4bit(weight):
         # bitsandbytes' layer has it too, for parameters that have lost it.

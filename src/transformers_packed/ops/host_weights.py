@@ -204,6 +204,8 @@ class _Copy:
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return where tensors begin in pages, and the bytes of all."""
+    if not tensors:
+        return [0]
     *sizes, last = [0, *(x.numel() * x.dtype.itemsize for x in tensors)]
     starts = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
     return [*starts, starts[-1] + last]
