@@ -172,7 +172,10 @@ class _Copy:
                 if key not in self.lists or _sizes(self.lists[key]) != _sizes(tensors.lists[key]):
                     self.buffers[key] = torch.empty(pages.nbytes, dtype=torch.uint8, device=self.copies.device)
                     self.lists[key] = _cut(self.buffers[key], tensors.lists[key])
-                self.buffers[key].untyped_storage().resize_(pages.nbytes)
+                storage = self.buffers[key].untyped_storage()
+                # A new one has its memory, for which `resize_` would allocate it again.
+                if storage.nbytes() != pages.nbytes:
+                    storage.resize_(pages.nbytes)
                 # Autograd would take a copy for a change of what it has saved, but `data` has a version of its own.
                 self.ends[key] = self.copies.start(self.buffers[key].data, pages)
 
