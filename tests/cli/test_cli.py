@@ -47,9 +47,19 @@ class CommandLineTest(unittest.TestCase):
     @parameterized.expand(
         [
             ("--batch-size 2", "Pass --gradient-checkpointing or lower --batch-size."),
-            ("--row-length 99 --lora", "Pass --gradient-checkpointing, pass --load-in-4bit or lower --row-length."),
+            (
+                "--row-length 99 --lora",
+                "Pass --gradient-checkpointing, pass --load-in-4bit, pass --layers-in-host-memory or lower --row-length.",
+            ),
+            (
+                "--gradient-checkpointing --offload --teacher=t --batch-size 1",
+                "Pass --teacher-in-host-memory.",
+            ),
             ("--gradient-checkpointing --batch-size 8", "Lower --batch-size."),
-            ("--gradient-checkpointing --offload --lora --load-in-4bit --batch-size 1", "Use a larger GPU."),
+            (
+                "--gradient-checkpointing --offload --lora --load-in-4bit --layers-in-host-memory --batch-size 1",
+                "Use a larger GPU.",
+            ),
             (
                 "--gradient-checkpointing --no-offload --batch-size 8 --max-length 9",
                 "Pass --offload, lower --batch-size or lower --max-length.",

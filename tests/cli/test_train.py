@@ -593,6 +593,11 @@ class CommandTest(unittest.TestCase):
         self.assertIn("got --distill-weight 0.5 instead of 0.25.", err)
         out = self.succeeds(*options, "--max-steps=3", "--distill-weight=0.25", "--resume")
         self.assertIn("\nstep 3/3, ", out)
+        with mock.patch.object(host_parameters, "SMALLEST", 512):
+            host = self.directory / "host"
+            out = self.succeeds(*options, "--teacher-in-host-memory", "--max-steps=1", output=host)
+        self.assertIn("\nThe teacher's layers in host memory: 0.0 GiB.\n", out)
+        self.assertTrue(names_in_host_memory(self.trainers[-1].model.losses[-1].teacher))
         # Without a tokenizer, nobody knows the ids of the teacher.
         for path in teacher.glob("*token*"):
             path.unlink()
@@ -751,6 +756,7 @@ class CommandTest(unittest.TestCase):
             (["--load-in-4bit"], "--load-in-4bit needs --lora: weights in 4 bit are not trained"),
             (["--experts-in-host-memory"], "--experts-in-host-memory needs --lora: trained experts stay on the GPU"),
             (["--layers-in-host-memory"], "--layers-in-host-memory needs --lora: trained layers stay on the GPU"),
+            (["--teacher-in-host-memory"], "--teacher-in-host-memory needs --teacher: there is no other model"),
         ):
             self.assertIn(message, self.train(*given)[2])
 

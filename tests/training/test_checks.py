@@ -192,6 +192,14 @@ class ReasonsTest(ConfigureTestCase):
         setattr(trainer, shards, True)
         self.check(trainer, "weights on the GPUs for FSDP and DeepSpeed, got weights in host memory")
 
+    def test_a_teacher_in_host_memory_that_would_be_sharded(self):
+        trainer, teacher = self.trainer(), mixture_on_host()
+        trainer.is_fsdp_enabled, trainer.accelerator.state.fsdp_plugin = True, None
+        with self.assertRaisesRegex(ValueError, "a teacher that FSDP2 can shard, got one in host memory"):
+            configure_packing(trainer, teacher=teacher)
+        trainer.teacher_model = teacher
+        self.check(trainer, "weights on the GPUs for FSDP and DeepSpeed, got weights in host memory")
+
     def test_experts_in_host_memory(self):
         trainer = self.trainer(mixture_on_host())
         self.assertEqual(

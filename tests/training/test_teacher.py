@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common.families import tiny_config
+from common.late_experts import copied_on_a_cpu
 from common.processes import FSDP_ON_CPU
 from common.trl_trainers import HAS_TRL, sft_trainer
 from mixins.configure import ConfigureTestCase, llama, said
@@ -27,7 +28,9 @@ from transformers import (
     set_seed,
 )
 
-from transformers_packed import configure_packing, unpatch_model
+from transformers_packed import configure_packing, keep_layers_in_host_memory, patch_model, unpatch_model
+from transformers_packed.models import host_parameters
+from transformers_packed.models.host_experts import names_in_host_memory
 
 
 if HAS_TRL:
@@ -70,6 +73,18 @@ def alone():
 
 
 class StepTest(ConfigureTestCase):
+    @mock.patch.object(host_parameters, "SMALLEST", 512)
+    def test_layers_in_host_memory(self):
+        """A device that has two layers of the teacher at a time computes the same bits."""
+        teacher = patch_model(make_model(1, num_hidden_layers=4, layer_types=2 * TINY["layer_types"]))
+        other = keep_layers_in_host_memory(copy.deepcopy(teacher).requires_grad_(False))
+        expected, _ = updates_and_log(build(self.directory, teacher=teacher, max_steps=2))
+        with copied_on_a_cpu() as copies:
+            actual, _ = updates_and_log(build(self.directory, teacher=other, max_steps=2))
+        self.assertTrue(names_in_host_memory(other))
+        self.assertGreater(copies.copies.copies, 4)
+        self.assertEqual(total_relative_error(actual, expected), 0)
+
     @parameterized.expand([("both", {}), ("forward", {"distill_beta": 0.0}), ("only", {"distill_weight": 1.0})])
     def test_a_step(self, _, changes):
         """Two accumulated rows, and so the mean over all of their targets. The teacher stays as it was."""

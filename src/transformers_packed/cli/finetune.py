@@ -361,6 +361,9 @@ def load_teacher(settings: Namespace, tokenizer: PreTrainedTokenizerBase, model:
     with registered():
         teacher = load_weights(option, source, AutoModelForCausalLM, **options)
     DivergenceLoss(teacher).check(inner_model(model))
+    if settings.teacher_in_host_memory:
+        keep_layers_in_host_memory(teacher.requires_grad_(False))
+        say(f"The teacher's layers in host memory: {bytes_in_host_memory(teacher) / 2**30:,.1f} GiB.")
     say(f"Distilling from {type(teacher).__name__} of {source}, {teacher.num_parameters():,} parameters.")
     return teacher
 

@@ -202,13 +202,20 @@ _NEEDS = {
     "--load-in-4bit": ("--lora", "weights in 4 bit are not trained"),
     "--experts-in-host-memory": ("--lora", "trained experts stay on the GPU"),
     "--layers-in-host-memory": ("--lora", "trained layers stay on the GPU"),
+    "--teacher-in-host-memory": ("--teacher", "there is no other model"),
     "--offload": ("--gradient-checkpointing", "without it, there are no checkpoints"),
     "--keep-attention": ("--gradient-checkpointing", "without it, nothing is computed again"),
     "--every-n-layers": ("--gradient-checkpointing", "without it, all layers keep their activations"),
     "--segment-tokens": ("--gradient-checkpointing", "without it, segments would keep their activations"),
 }
 # Options that need less memory and train the same weights.
-_LESS_MEMORY = ("--gradient-checkpointing", "--offload", "--load-in-4bit")
+_LESS_MEMORY = (
+    "--gradient-checkpointing",
+    "--offload",
+    "--load-in-4bit",
+    "--layers-in-host-memory",
+    "--teacher-in-host-memory",
+)
 _DATA = "JSON, CSV or parquet file, or a dataset (directory or Hub)"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
 _DTYPES = ("float32", "bfloat16")

@@ -64,6 +64,7 @@ def add_options(parser: Parser) -> None:
     shared("--mtp-only", to=head)
     teacher = "checkpoint with the same vocabulary, whose next-token distributions are also targets"
     add("--teacher", metavar="PATH|NAME", help=teacher)
+    add("--teacher-in-host-memory", action="store_true", help="as --layers-in-host-memory, for the teacher")
     shared("--distill-weight", "--distill-beta", "--distill-temperature")
     shared("--cuda-graphs", "--attn")
     dtype = "compute dtype (default: bfloat16 on CUDA, else float32)"

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from ..errors import Rule, input_error
 from ..foreign import swapped
+from ..models.host_experts import names_in_host_memory
 from ..models.losses import added, losses_of, own_weight
 from ..models.losses.head import sum_of
 from ..models.losses.loss import Loss
@@ -55,6 +56,9 @@ def _against_other_models(facts: Facts, names: str) -> Iterator[Rule]:
     yield trainer.is_deepspeed_enabled, f"{names} without DeepSpeed", "DeepSpeed", fix
     plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     yield plugin is not None and plugin.fsdp_version != 2, f"FSDP2 for {names}", "FSDP1", "Set fsdp_version to 2."
+    on_host = any(names_in_host_memory(model) for loss in facts.added for model in loss.models)
+    sharded = trainer.is_fsdp_enabled and on_host
+    yield sharded, "a teacher that FSDP2 can shard", "one in host memory", "Leave it on the GPUs, or train with DDP."
     split = getattr(getattr(facts.model, "config", None), "distributed_config", None) is not None
     got = "tensor parallelism" if trainer.get_tp_size() > 1 else "a DistributedConfig"
     yield split, f"{names} with a model that is whole, or sharded by accelerate", got, fix

@@ -205,7 +205,12 @@ def of_devices(facts: Facts) -> Iterator[Rule]:
     yield from _of_shards(facts)
     shards = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     got, fix = "weights in host memory, of which each process has all", "Train with DDP, or leave them on the GPUs."
-    yield shards and names_in_host_memory(trainer.model), "weights on the GPUs for FSDP and DeepSpeed", got, fix
+    yield (
+        shards and any(map(names_in_host_memory, facts.record.models(trainer))),
+        "weights on the GPUs for FSDP and DeepSpeed",
+        got,
+        fix,
+    )
     stored = next(iter(in_fewer_bits(trainer.model)), None)
     got = f"{stored} in fewer bits, which FSDP and DeepSpeed cast without its scales, or cannot shard"
     fix = "Train with DDP, or dequantize the model when it is loaded."
