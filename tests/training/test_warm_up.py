@@ -10,6 +10,7 @@ import unittest
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import torch
 from common.launches import specializations
 from common.processes import run_once
@@ -490,12 +491,44 @@ class TrainerTest(KernelsTestCase):
         trainer.sequence_parallel = SimpleNamespace(size=2, gated_delta_rule="heads")
         self.assertEqual(callback.needs_of(trainer), Needs(*largest, processes=2, method="heads"))
         # What cannot be started is started by the first forward.
+        callback._OF_DATA.clear()
         with (
             mock.patch.object(callback, "largest_row", side_effect=KeyError("input_ids")),
             self.assertLogs("transformers_packed", "INFO") as logs,
         ):
             callback.start_threads(trainer)
         self.assertIn("No kernel is compiled before the first row: KeyError: 'input_ids'", logs.output[0])
+
+    def test_reading_samples_leaves_no_trace(self):
+        """Several callbacks ask. Augmented samples of the training are those that it would have without them."""
+        trainer = self.build()
+        rows = trainer.train_dataset
+
+        class Augmented(torch.utils.data.Dataset):
+            numbers = torch.Generator()
+
+            def __len__(self):
+                return len(rows)
+
+            def __getitem__(self, number):
+                drawn = torch.rand(()) + torch.rand((), generator=self.numbers) + random.random() + np.random.rand()
+                return rows[number] | {"noise": float(drawn)}
+
+        def states():
+            return [
+                str(x)
+                for x in (torch.get_rng_state(), data.numbers.get_state(), random.getstate(), np.random.get_state())
+            ]
+
+        trainer.train_dataset = data = Augmented()
+        before = states()
+        with mock.patch.object(callback, "sampled_lengths", wraps=callback.sampled_lengths) as reads:
+            needs = callback.needs_of(trainer)
+            self.assertEqual(states(), before)
+            self.assertEqual(callback.needs_of(trainer), needs)
+        reads.assert_called_once_with(data)
+        trainer.train_dataset = rows[:3]
+        self.assertNotEqual(callback.needs_of(trainer), needs)
 
     def test_the_largest_row(self):
         trainer = self.build(packing=True, max_length=96)

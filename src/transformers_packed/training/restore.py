@@ -1,11 +1,13 @@
 """Leave models, Trainers and data loaders as they were, after something has run on them before the first step."""
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import is_compiled_module
 from torch.nn.parallel import DistributedDataParallel
@@ -158,6 +160,20 @@ def same_trainer(trainer: Trainer, model: torch.nn.Module, loader: Any) -> Itera
         loaders = dataloaders_of(trainer.accelerator)
         stack.callback(loaders.__setitem__, slice(None), list(loaders))
         yield state
+
+
+@contextmanager
+def same_data(trainer: Trainer) -> Iterator[None]:
+    """Put back random states on the CPU, and what datasets keep, for whoever reads samples before the training does."""
+    evaluated = trainer.eval_dataset
+    datasets = [trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]), same_state(data=filter(has_items, datasets)):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Before the first step of a Trainer: compile every kernel, and choose between CUDA graphs and none."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from ...models.releases import prepare_inputs, rows_per_batch
 from ..checks import compute_dtype, excludes_graphs, has_trees, say
 from ..graphs import choose_graphs
 from ..kernels import Needs, split, start_for
-from ..restore import against_other_rows, inside_ddp
+from ..restore import against_other_rows, inside_ddp, same_data
 from ..typed import Trainer
 from ..warm_up import compile_kernels, compiles_kernels, make_row, only_loss
 from .expert_load import ExpertLoad
@@ -31,6 +33,8 @@ logger = logging.get_logger(__name__)
 _SHORT_ROW = 1024
 # Tokens of a row that tells the host's time: as many as layers in float8 need, and few for the GPU.
 _HOST_ROW = 2048
+# The largest row of a Trainer's data, and whether it has trees, by its datasets.
+_OF_DATA: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
 
 
 class WarmUpCallback(TrainerCallback):
@@ -121,7 +125,8 @@ class GraphsCallback(WarmUpCallback):
         texts = find_text_models(model)
         if not texts or excludes_graphs(trainer) or any(text.layer_graphs is not None for text in texts):
             return
-        rows = usual_rows(trainer, trainer.train_dataset, bool(trainer.args.packing))
+        with same_data(trainer):
+            rows = usual_rows(trainer, trainer.train_dataset, bool(trainer.args.packing))
         if rows is None:
             return
         device = trainer.args.device
@@ -178,7 +183,14 @@ def needs_of(trainer: Trainer) -> Needs:
     """Return what the training of a Trainer needs, beside what its model tells."""
     parallel = getattr(trainer, "sequence_parallel", None)
     shared = {} if parallel is None else {"processes": parallel.size, "method": parallel.gated_delta_rule}
-    return Needs(*largest_row(trainer), trees=has_trees(trainer), **shared)
+    # Samples may take long to make, and several callbacks ask.
+    datasets = trainer.train_dataset, trainer.eval_dataset
+    key = *map(id, datasets), rows_per_batch(trainer)
+    known = _OF_DATA.get(trainer)
+    if known is None or known[0] != key:
+        with same_data(trainer):
+            known = _OF_DATA[trainer] = key, datasets, Needs(*largest_row(trainer), trees=has_trees(trainer))
+    return replace(known[2], **shared)
 
 
 def start_threads(trainer: Trainer) -> None:
