@@ -1,6 +1,7 @@
 """Layers that compute a row in segments: losses and gradients of the whole row, and the memory of a segment."""
 
 import unittest
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from unittest import mock
@@ -126,6 +127,15 @@ class SegmentsTest(unittest.TestCase):
         self.check(model, make_batch(ROWS[row]), 1e-12)
         # Each row has a document in two segments.
         self.assertTrue(calls.called)
+
+    def test_the_smallest_segments_are_for_models_that_cut_rows(self):
+        """Others compute a batch without padding as it is, also in the check before the first step."""
+        model = patch_model(builtin_model("qwen3_5")).train()
+        for cut, enable in ((False, whole), (True, segmented)):
+            enable(model)
+            for context in (nullcontext, segments.smallest_segments):
+                with context():
+                    self.assertEqual(segments.cuts_rows(model.model, SEGMENT + 1), cut)
 
     def test_attention_piece_by_piece_is_kept(self):
         """`keep_attention` keeps the averages, and the backward attends to no piece again."""

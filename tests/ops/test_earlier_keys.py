@@ -1,6 +1,8 @@
 """Attention to pieces of a document, each by a call of a kernel, which is computed here by definition."""
 
 import unittest
+from contextlib import ExitStack
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -9,6 +11,7 @@ from mixins.model import relative_error
 from parameterized import parameterized
 
 from transformers_packed.ops import dense_attention, earlier_keys
+from transformers_packed.ops.attention import attention_after_pieces
 
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.3
@@ -67,6 +70,27 @@ class EarlierKeysTest(unittest.TestCase):
 
 
 class ChoiceTest(unittest.TestCase):
+    def test_what_others_compute(self):
+        """Another implementation, another kernel that was asked for, and dropout, which cuDNN is not given."""
+        x, calls = torch.randn(1, 2, 16, DIM), []
+        for name, impl, dropout in (
+            ("sdpa", "auto", 0.0),
+            ("sdpa", "cudnn", 0.0),
+            ("eager", "auto", 0.0),
+            ("sdpa", "varlen_attn", 0.0),
+            ("sdpa", "auto", 0.1),
+        ):
+            layer = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name))
+            options = {"impl": impl, "scaling": SCALE, "dropout": dropout}
+            with ExitStack() as stack:
+                for patch in (
+                    *seam.on_a_cpu(),
+                    mock.patch.object(dense_attention, "why_not", lambda *x: str(x[3] or "")),
+                ):
+                    stack.enter_context(patch)
+                calls.append(attention_after_pieces(layer, x, x, x, [(x, x)], **options) is not None)
+        self.assertEqual(calls, [True, True, False, False, False])
+
     def reason(self, queries, keys, pieces, length):
         with mock.patch.object(dense_attention, "why_not", lambda *_: ""):
             query, key = torch.empty(1, 16, queries, 256, device="meta"), torch.empty(1, 4, keys, 256, device="meta")

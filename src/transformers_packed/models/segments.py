@@ -121,7 +121,8 @@ def cuts_rows(model: torch.nn.Module, length: int) -> bool:
     if not model.training or not torch.is_grad_enabled():
         return False
     layers: Any = model.layers
-    return min(segment_tokens_of(layers), _largest) < length
+    tokens = segment_tokens_of(layers)
+    return tokens < math.inf and min(tokens, _largest) < length
 
 
 def segment_tokens_of(layers: Iterable[torch.nn.Module]) -> float:
