@@ -42,10 +42,10 @@ class StoredWeightsTestCase(unittest.TestCase):
             self.assertLess(abs(loss - expected[0]).item(), 1e-5)
             self.assertLess(total_relative_error(gradients, expected[1]), 1e-5)
 
-    def check_isolation(self, stored, plain):
-        """No document changes another one, and both models have the same logits."""
+    def check_isolation(self, stored, plain, bar=0.0):
+        """No document changes another one, and both models have the same logits, or up to `bar`."""
         batch = packed_batch(DOCUMENTS, "cu_seqlens")
         places = list(torch.arange(sum(map(len, DOCUMENTS))).split([len(x) for x in DOCUMENTS]))
         self.assertLess(changed_by_others(stored, lambda: stored(**batch), batch, places), 1e-4)
         with torch.no_grad():
-            self.assertLess((stored(**batch).logits - plain(**batch).logits).abs().max(), 1e-6)
+            self.assertLessEqual((stored(**batch).logits - plain(**batch).logits).abs().max(), bar)

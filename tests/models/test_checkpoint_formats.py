@@ -280,7 +280,8 @@ class AdaptersTest(StoredWeightsTestCase):
 
     @shows_for_each(LAYOUTS, "a packed row equals its documents")
     def test_documents_stay_apart(self, name):
-        self.check_isolation(*stored_and_plain("qwen3_5_moe", name, self.folder))
+        # Weights of AWQ are transposed, so their products add in another order.
+        self.check_isolation(*stored_and_plain("qwen3_5_moe", name, self.folder), bar=1e-6 * (name == "awq"))
 
     def test_layers_and_experts_that_run_themselves(self):
         """They compute weights again in the backward, and keep none."""

@@ -1,5 +1,6 @@
 """The reasons for which `configure_packing` declines a Trainer. A declined Trainer stays unchanged."""
 
+import itertools
 import os
 from types import FunctionType, SimpleNamespace
 from unittest import mock
@@ -172,7 +173,7 @@ class ReasonsTest(ConfigureTestCase):
                     self.assertTrue(trainer.args.padding_free)
 
     @shows_for_each(
-        [("fp8", "is_fsdp_enabled"), ("fp8", "is_deepspeed_enabled")] + [(x, "is_fsdp_enabled") for x in FORMATS],
+        list(itertools.product(("fp8", *FORMATS), ("is_fsdp_enabled", "is_deepspeed_enabled"))),
         "FSDP, DeepSpeed",
         says="error",
     )
