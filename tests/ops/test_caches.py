@@ -21,6 +21,7 @@ from transformers_packed.ops.backends.caches import Turn
 
 
 FORK = multiprocessing.get_context("fork")
+CACHES = module.caches
 
 
 class TurnTest(unittest.TestCase):
@@ -36,20 +37,38 @@ class TurnTest(unittest.TestCase):
         return Turn("triton", "flash-linear-attention", *kernels)
 
     def goes_on(self, turn, seconds=0.3):
-        """Whether several threads of a process do not wait for another one."""
-        threads = [threading.Thread(target=turn.wait, daemon=True) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(seconds)
-        return not any(thread.is_alive() for thread in threads)
+        """Whether a process does not wait for another one."""
+        thread = threading.Thread(target=turn.wait, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return not thread.is_alive()
 
-    def test_four_processes_compile_once(self):
-        barrier, kernel, compiled = FORK.Barrier(4), self.folder / "kernel", self.folder / "compiled"
+    def keep_a_turn(self, then=lambda: None):
+        """Start a process that has the turn until it is killed."""
+        ready = FORK.Event()
+
+        def keep():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            turn = self.turn("forward")
+            then()
+            ready.set()
+            time.sleep(60)
+            turn.end(True)
+
+        process = FORK.Process(target=keep)
+        process.start()
+        self.addCleanup(process.kill)
+        self.assertTrue(ready.wait(30))
+        return process
+
+    @parameterized.expand([("at once", False), ("after the first one was killed", True)])
+    def test_four_processes_compile_once(self, _, is_killed):
+        barrier, kernel, compiled = FORK.Barrier(5), self.folder / "kernel", self.folder / "compiled"
 
         def train():
             barrier.wait()
-            turn = self.turn("forward", 16)
+            turn = self.turn("forward")
+            barrier.wait()
             turn.wait()
             if not kernel.exists():
                 with compiled.open("a") as file:
@@ -58,9 +77,16 @@ class TurnTest(unittest.TestCase):
                 kernel.touch()
             turn.end(True)
 
+        killed = self.keep_a_turn() if is_killed else None
         processes = [FORK.Process(target=train) for _ in range(4)]
         for process in processes:
             process.start()
+        barrier.wait(30)
+        barrier.wait(30)
+        if killed is not None:
+            # All of them wait.
+            time.sleep(0.1)
+            killed.kill()
         for process in processes:
             process.join(30)
         self.assertEqual([process.exitcode for process in processes], [0] * 4)
@@ -76,9 +102,15 @@ class TurnTest(unittest.TestCase):
         self.assertIn("Another process compiles the same kernels", logs.output[0])
         self.assertTrue(self.goes_on(self.turn("backward")))
         # Only the process that compiles may end it.
-        second.end(True)
+        third = self.turn("forward")
+        third.end(True)
+        self.assertFalse(self.goes_on(third))
         first.end(is_done)
-        self.assertTrue(self.goes_on(second, 5))
+        self.assertTrue(self.goes_on(second, 5) or self.goes_on(third, 5))
+        # One of them compiles what the first one could not.
+        self.assertEqual(self.goes_on(second) and self.goes_on(third), is_done)
+        for turn in (second, third):
+            turn.end(is_done)
         # Nobody waits for kernels that are in the cache, and nobody compiles them alone.
         turns = [self.turn("forward") for _ in range(2)]
         self.assertTrue(self.goes_on(turns[0]))
@@ -87,19 +119,7 @@ class TurnTest(unittest.TestCase):
 
     @parameterized.expand([("killed", signal.SIGKILL), ("interrupted", signal.SIGINT)])
     def test_a_process_that_ends_while_it_compiles(self, _, number):
-        ready = FORK.Event()
-
-        def keep():
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            turn = self.turn("forward")
-            ready.set()
-            time.sleep(60)
-            turn.end(True)
-
-        process = FORK.Process(target=keep)
-        process.start()
-        self.assertTrue(ready.wait(30))
-        turn = self.turn("forward")
+        process, turn = self.keep_a_turn(), self.turn("forward")
         self.assertFalse(self.goes_on(turn))
         os.kill(process.pid, number)
         process.join(30)
@@ -111,17 +131,52 @@ class TurnTest(unittest.TestCase):
         first, second = self.turn("forward"), self.turn("forward")
         with mock.patch.object(module, "_LIMIT", 0.05), self.assertLogs("transformers_packed", "INFO") as logs:
             self.assertTrue(self.goes_on(second, 5))
-        self.assertIn("This one compiles them too.", logs.output[-1])
+        self.assertIn("compiles its kernels itself: another one has compiled them for 0 s.", logs.output[-1])
         first.end(True)
 
-    def test_a_process_that_was_forked_meanwhile_holds_nothing_up(self):
-        first, second = self.turn("forward"), self.turn("forward")
-        worker = FORK.Process(target=time.sleep, args=(60,))
-        worker.start()
-        first.end(True)
+    @parameterized.expand([("ended", False), ("killed", True)])
+    def test_a_process_that_was_forked_meanwhile_holds_nothing_up(self, _, is_killed):
+        def fork():
+            worker = FORK.Process(target=lambda: (forked.put(os.getpid()), time.sleep(60)))
+            worker.start()
+
+        forked = FORK.SimpleQueue()
+        if is_killed:
+            process, second = self.keep_a_turn(fork), self.turn("forward")
+        else:
+            first, second = self.turn("forward"), self.turn("forward")
+            fork()
+        self.addCleanup(os.kill, forked.get(), signal.SIGKILL)
+        # The fork has let go of the file, but not of the turn of its parent.
+        self.assertFalse(self.goes_on(second))
+        process.kill() if is_killed else first.end(True)
         self.assertTrue(self.goes_on(second, 5))
-        worker.kill()
-        worker.join()
+        second.end(True)
+
+    def test_a_file_system_that_locks_by_how_a_file_is_open(self):
+        """As NFSv4, which makes `flock` a lock of the bytes of the file."""
+        flock, needed = fcntl.flock, {fcntl.LOCK_SH: os.O_WRONLY, fcntl.LOCK_EX: os.O_RDONLY}
+
+        def lock(file, kind):
+            if needed.get(kind & ~fcntl.LOCK_NB) == fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE:
+                raise OSError(errno.EBADF, "Bad file descriptor")
+            flock(file, kind)
+
+        with mock.patch.object(fcntl, "flock", lock):
+            first, second = self.turn("forward"), self.turn("forward")
+            self.assertFalse(self.goes_on(second))
+            first.end(True)
+            self.assertTrue(self.goes_on(second, 5))
+        self.assertIsNone(second._file)
+
+    def test_a_lock_that_fails_while_a_process_waits(self):
+        first, second = self.turn("forward"), self.turn("forward")
+        with mock.patch.object(fcntl, "flock", side_effect=OSError(errno.EIO, "Input/output error")):
+            with self.assertLogs("transformers_packed", "INFO") as logs:
+                second.wait()
+        self.assertIn("This process compiles its kernels itself: [Errno", logs.output[-1])
+        self.assertIsNone(second._file)
+        first.end(True)
 
     def test_a_cache_without_locks(self):
         refuse = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
@@ -148,10 +203,19 @@ class TurnTest(unittest.TestCase):
             mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"),
             mock.patch.object(os, "sched_getaffinity", lambda _: range(16)),
         ):
-            turn = self.turn("forward")
-            self.assertEqual((threads_of_this_process(), turn.threads), (4, 16))
-            turn.end(True)
+            first, second, third = (self.turn("forward") for _ in range(3))
+            self.assertEqual((threads_of_this_process(), first.threads), (4, 16))
+            with mock.patch.object(module, "_LIMIT", 0.05):
+                third.wait()
+            first.end(False)
+            second.wait()
+            self.assertEqual((second.threads, third.threads), (16, 4))
+            second.end(True)
             self.assertEqual(self.turn("forward").threads, 4)
+
+    def test_no_caches_without_packages(self):
+        with mock.patch.object(module, "find_spec", lambda name: None):
+            self.assertEqual(CACHES(), {})
 
     def test_an_archive_leaves_them_out(self):
         self.turn("forward").end(True)

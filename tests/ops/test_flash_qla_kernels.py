@@ -1,8 +1,10 @@
 """FlashQLA's kernels are compiled together, and TileLang's lines are left out. tests/gpu compiles the real ones."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import unittest
 from functools import partial
@@ -11,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from transformers_packed.ops.backends import flash_qla_kernels, tilelang_output
+from transformers_packed.ops.backends import caches, flash_qla_kernels, tilelang_output
 from transformers_packed.ops.backends.flash_qla_kernels import CUT, TREES, WHOLE
 
 
@@ -54,7 +56,7 @@ class FlashQLACompilationTest(unittest.TestCase):
                 kernels.wait()
         self.assertEqual(len(logs.output), 8)
         self.assertIn("FlashQLA: threads compile 7 kernels", "".join(logs.output))
-        self.assertRegex("".join(logs.output), r"FlashQLA: 7 of 7 kernels are done after \d+\.\d s")
+        self.assertRegex("".join(logs.output), r"FlashQLA: 7 of 7 compilations have ended after \d+\.\d s")
         names = {"sum", "reverse", "kkt_solve", "fused_gdr_fwd", "fused_gdr_h", "fused_gdr_bwd", "group_reduce_vector"}
         self.assertEqual(set(self.calls), names)
         given = self.calls["fused_gdr_bwd"][1]
@@ -167,11 +169,10 @@ class FlashQLACompilationTest(unittest.TestCase):
                     kernels.wait()
         self.assertEqual(error.call_count, 3)
         self.assertEqual("".join(logs.output).count("one after the other: nvcc was killed"), 1)
-        self.assertIn("7 of 7 kernels are done", "".join(logs.output))
+        self.assertIn("7 of 7 compilations have ended", "".join(logs.output))
 
     def test_the_turn_ends_with_the_last_kernel(self):
-        """Threads wait for another process before they compile, and the kernels count as done without an error."""
-        self.barrier = mock.Mock()
+        """They wait for another process before they compile, and count as done without an error."""
         for fails in (False, True):
             turn, order = mock.Mock(threads=3), []
             turn.wait.side_effect = lambda order=order: order.append("wait")
@@ -181,9 +182,59 @@ class FlashQLACompilationTest(unittest.TestCase):
             )
             kernels = flash_qla_kernels.Kernels(torch.device("cpu"), [compile], [compile], turn)
             kernels.wait()
-            self.assertEqual(len(order), 3 if fails else 5)
-            self.assertEqual(order[0], "wait")
-            self.assertEqual(order[-1], not fails)
+            self.assertEqual(order, ["wait", False] if fails else ["wait", "run", "run", True])
+
+    def test_threads_after_a_turn(self):
+        """The wait decides how many there may be. Without threads, the call compiles what it needs."""
+        pool, sizes = flash_qla_kernels.ThreadPoolExecutor, []
+        turn = mock.Mock(threads=16)
+        turn.wait.side_effect = lambda: setattr(turn, "threads", 2)
+        with mock.patch.object(flash_qla_kernels, "ThreadPoolExecutor", lambda size: sizes.append(size) or pool(size)):
+            flash_qla_kernels.Kernels(torch.device("cpu"), [mock.Mock()] * 5, [], turn).wait()
+        self.assertEqual(sizes, [2])
+        turn = mock.Mock(threads=0)
+        with self.assertLogs("transformers_packed", "INFO") as logs:
+            flash_qla_kernels.Kernels(torch.device("cpu"), [mock.Mock()], [], turn).wait()
+        self.assertIn("one after the other: max_workers must be", logs.output[0])
+        turn.end.assert_called_once_with(False)
+
+    def test_a_process_that_waits_for_its_turn_can_end(self):
+        with tempfile.TemporaryDirectory() as folder:
+            found = {"tilelang": (folder, "")}
+            with mock.patch.object(caches, "caches", lambda: found):
+                first, second = (caches.Turn("tilelang", "flash-qla") for _ in range(2))
+
+                def train():
+                    turn = caches.Turn("tilelang", "flash-qla")
+                    flash_qla_kernels.Kernels(torch.device("cpu"), [mock.Mock()], [], turn)
+
+                process = multiprocessing.get_context("fork").Process(target=train)
+                process.start()
+                process.join(10)
+                self.addCleanup(process.kill)
+                self.assertEqual(process.exitcode, 0)
+                # It was the one before it that it waited for.
+                self.assertIsNotNone(second._file)
+                first.end(True)
+
+    def test_turns_of_different_kernels(self):
+        self.barrier, made = mock.Mock(), mock.Mock(return_value=mock.Mock(threads=3))
+        with mock.patch.object(flash_qla_kernels, "Turn", made):
+            for options in (
+                {},
+                {"requires_grad": False, "heads": (4, 4)},
+                {"heads": (4, 4)},
+                {"heads": (2, 2)},
+                {"documents": None},
+                {"states": (True, True)},
+            ):
+                for _ in range(2):
+                    for kernels in self.call(**options):
+                        kernels.wait()
+        names = [given.args for given in made.call_args_list]
+        self.assertEqual({name[:3] for name in names}, {("tilelang", "flash-qla", "cpu")})
+        # The last call has kernels of a backward and of a forward that begins and ends with states.
+        self.assertEqual((len(names), len(set(names))), (7, 7))
 
     def test_a_turn_without_kernels_ends(self):
         turn = mock.Mock(threads=3)

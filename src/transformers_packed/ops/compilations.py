@@ -190,7 +190,6 @@ def tune_first(op: str, kind: tuple, device: torch.device, run: Callable[[], Any
     def tune() -> None:
         is_done = False
         try:
-            turn.wait()
             with on_device(device), tuned_in_threads(turn.threads), compilations(found.append):
                 run()
             is_done = True
@@ -200,6 +199,8 @@ def tune_first(op: str, kind: tuple, device: torch.device, run: Callable[[], Any
     start, thread = time.perf_counter(), ThreadPoolExecutor(1)
     logger.info(f"{op}: its kernels are compiled and tuned before the first call.")
     try:
+        # In this thread, because Python would wait for the other one at its end.
+        turn.wait()
         thread.submit(tune).result()
     except Exception as error:
         # The call itself compiles what it needs.

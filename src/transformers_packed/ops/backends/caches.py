@@ -7,13 +7,13 @@ its share of the cores. A [`Turn`] lets the first one compile with all cores. Th
 
 import hashlib
 import os
-import threading
 import time
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakSet
 
 from ..dispatch import logger
 from . import threads_of_this_process
@@ -50,8 +50,8 @@ def version_of(package: str) -> str:
 class Turn:
     """The turn to compile some kernels, which the first process of a machine has. The others wait until it ends.
 
-    It ends with the process, too. Nobody waits where the cache can have no lock, or where the kernels are in it since an
-    earlier turn. If they have been deleted since, all processes compile them.
+    It ends with the process, too. The next process has it if the kernels are not in the cache then. Nobody waits where the
+    cache can have no locks. If kernels have been deleted since a turn, all processes compile them.
 
     Args:
         cache (`str`):
@@ -63,68 +63,74 @@ class Turn:
     """
 
     def __init__(self, cache: str, author: str, *kernels: Any):
-        self._waits, self._file, self._is_first = threading.Lock(), None, True
+        # Open while this process waits, or has the turn.
+        self._file: IO[bytes] | None = None
+        self._is_first = False
         if (known := caches().get(cache)) is None:
             return
         parts = kernels, *map(version_of, ("torch", cache, author))
         name = hashlib.sha256(repr(parts).encode()).hexdigest()
-        file: IO[bytes] | None = None
+        _TURNS.add(self)
         try:
             folder = Path(known[0]) / _FOLDER
             folder.mkdir(parents=True, exist_ok=True)
-            # Its position is the end of the file.
-            file = (folder / name).open("ab")
-            if not file.tell():
-                self._is_first, self._file = _lock(file), file
+            # NFS locks a file that can be written. It has a byte when the kernels are in the cache.
+            self._file = (folder / name).open("a+b", buffering=0)
+            self._goes_on(self._file)
         except (OSError, ImportError) as error:
             logger.info(f"{cache}: each process compiles its kernels, because the cache has no locks: {error}.")
-        if file is not self._file and file is not None:
-            file.close()
+            self._close()
 
     @property
     def threads(self) -> int:
-        """Threads that may compile: one for each core if the other processes wait."""
+        """Threads that may compile after [`wait`]: one for each core if the other processes wait."""
         return threads_of_this_process() if self._file is None else len(os.sched_getaffinity(0))
 
     def wait(self) -> None:
-        """Wait until no other process has the turn, for 5 minutes at most. Any number of threads may call this."""
-        with self._waits:
-            if self._is_first or self._file is None:
-                return
-            start = time.monotonic()
-            logger.info("Another process compiles the same kernels. This one waits for it, and loads them.")
-            while not _lock(self._file, shared=True):
+        """Wait until no other process has the turn, for 5 minutes at most."""
+        if self._file is None or self._is_first:
+            return
+        start = time.monotonic()
+        logger.info("Another process compiles the same kernels. This one waits for it, and loads them.")
+        try:
+            while not self._goes_on(self._file):
                 if time.monotonic() - start > _LIMIT:
-                    logger.info(
-                        f"Another process has compiled kernels for {_LIMIT:.0f} s. This one compiles them too."
-                    )
-                    break
+                    raise TimeoutError(f"another one has compiled them for {_LIMIT:.0f} s")
                 time.sleep(_PAUSE)
+        except OSError as error:
+            logger.info(f"This process compiles its kernels itself: {error}.")
             self._close()
 
     def end(self, is_done: bool) -> None:
         """Let the other processes go on. `is_done` is whether the kernels are in the cache."""
-        if self._is_first and self._file is not None:
+        if self._file is not None and self._is_first:
             with suppress(OSError):
                 self._file.write(b"1" * is_done)
-                self._file.flush()
             self._close()
 
+    def _goes_on(self, file: IO[bytes]) -> bool:
+        """Return whether the kernels are in the cache, or this process is the first one that can compile them."""
+        import fcntl
+
+        if not os.fstat(file.fileno()).st_size:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            # Another process may have ended its turn meanwhile.
+            self._is_first = not os.fstat(file.fileno()).st_size
+        if not self._is_first:
+            self._close()
+        return True
+
     def _close(self) -> None:
-        assert self._file is not None
-        # A process that was forked meanwhile has the file open, too, and with it the lock.
-        _lock(self._file, unlock=True)
-        self._file.close()
-        self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
 
 
-def _lock(file: IO[bytes], shared: bool = False, unlock: bool = False) -> bool:
-    """Lock or unlock a file, and return whether no other process has a lock that excludes it."""
-    import fcntl
-
-    kind = fcntl.LOCK_UN if unlock else (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
-    try:
-        fcntl.flock(file, kind)
-    except BlockingIOError:
-        return False
-    return True
+# A forked process, such as a worker of a DataLoader, would keep the locks of its parent.
+_TURNS: WeakSet[Turn] = WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: [turn._close() for turn in list(_TURNS)])

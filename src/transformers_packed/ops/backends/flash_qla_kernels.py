@@ -124,25 +124,37 @@ class Kernels:
         self.turn, self.has_failed, self.are_ready = turn or Turn("", ""), False, False
         # The threads that have not ended.
         self.left, self.lock = len(first) + len(others), threading.Lock()
-        pool = ThreadPoolExecutor(min(self.turn.threads, self.left or 1))
+        self.first: list[Future] = []
+        self.others: list[Future] = []
         _PROGRESS.add(self.left)
         if not self.left:
             self.turn.end(False)
+        # At its end, Python waits for the threads of a pool, but not for this one.
+        self.starter = threading.Thread(target=self._start, args=(device, first, others), daemon=True)
+        self.starter.start()
 
-        def start(calls: list[Callable[[], None]]) -> list[Future]:
-            return [pool.submit(self._run, call, device) for call in calls]
+    def _start(self, device: torch.device, first: list[Callable[[], None]], others: list[Callable[[], None]]) -> None:
+        """Start the threads when no other process compiles the kernels."""
+        try:
+            self.turn.wait()
+            pool = ThreadPoolExecutor(min(self.turn.threads, self.left or 1))
 
-        # The first of the others takes longest.
-        longest = start(others[:1])
-        self.first = start(first)
-        self.others = longest + start(others[1:])
-        pool.shutdown(wait=False)
+            def start(calls: list[Callable[[], None]]) -> list[Future]:
+                return [pool.submit(self._run, call, device) for call in calls]
+
+            # The first of the others takes longest.
+            longest = start(others[:1])
+            self.first = start(first)
+            self.others = longest + start(others[1:])
+            pool.shutdown(wait=False)
+        except Exception as error:
+            _tell(error)
+            self.turn.end(False)
 
     def _run(self, call: Callable[[], None], device: torch.device) -> None:
         """Compile a kernel. The first error of a thread is told, and the last thread ends the turn of this process."""
         error: BaseException | None = None
         try:
-            self.turn.wait()
             # The tensors of the call are freed after it.
             with quiet(), on_device(device):
                 call()
@@ -160,17 +172,19 @@ class Kernels:
 
     def wait_for_forward(self) -> None:
         """Wait for the kernels of a forward."""
+        self.starter.join()
         wait(self.first)
         self.are_ready = self.are_ready or not self.others
 
     def wait(self, *gradients: torch.Tensor) -> None:
         """Wait for all kernels. Before the backward, autograd calls it with the gradients of the output."""
+        self.starter.join()
         wait([*self.first, *self.others])
         self.are_ready = True
 
 
 class _Progress:
-    """Tells how many of the kernels of this process are done, and the seconds since it last waited for none."""
+    """Tells how many of the compilations of this process have ended, and the seconds since it last waited for none."""
 
     def __init__(self):
         self.lock, self.number, self.done, self.start = threading.Lock(), 0, 0, 0.0
@@ -185,7 +199,7 @@ class _Progress:
         with self.lock:
             self.done += 1
             seconds = time.perf_counter() - self.start
-            logger.info(f"FlashQLA: {self.done} of {self.number} kernels are done after {seconds:.1f} s.")
+            logger.info(f"FlashQLA: {self.done} of {self.number} compilations have ended after {seconds:.1f} s.")
 
 
 _PROGRESS = _Progress()
