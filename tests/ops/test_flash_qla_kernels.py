@@ -199,23 +199,22 @@ class FlashQLACompilationTest(unittest.TestCase):
         turn.end.assert_called_once_with(False)
 
     def test_a_process_that_waits_for_its_turn_can_end(self):
-        with tempfile.TemporaryDirectory() as folder:
-            found = {"tilelang": (folder, "")}
-            with mock.patch.object(caches, "caches", lambda: found):
-                first, second = (caches.Turn("tilelang", "flash-qla") for _ in range(2))
-
-                def train():
-                    turn = caches.Turn("tilelang", "flash-qla")
-                    flash_qla_kernels.Kernels(torch.device("cpu"), [mock.Mock()], [], turn)
-
-                process = multiprocessing.get_context("fork").Process(target=train)
-                process.start()
-                process.join(10)
-                self.addCleanup(process.kill)
-                self.assertEqual(process.exitcode, 0)
-                # It was the one before it that it waited for.
-                self.assertIsNotNone(second._file)
-                first.end(True)
+        folder, compile = self.enterContext(tempfile.TemporaryDirectory()), mock.Mock()
+        self.enterContext(mock.patch.object(caches, "caches", lambda: {"tilelang": (folder, "")}))
+        first, second = (caches.Turn("tilelang", "flash-qla") for _ in range(2))
+        first.wait()
+        train = partial(flash_qla_kernels.Kernels, torch.device("cpu"), [compile], [])
+        process = multiprocessing.get_context("fork").Process(target=train, args=(second,))
+        process.start()
+        self.addCleanup(process.kill)
+        process.join(10)
+        self.assertEqual(process.exitcode, 0)
+        # This process has waited as that one did.
+        kernels = train(second)
+        self.assertEqual((kernels.starter.join(0.3), compile.call_count), (None, 0))
+        first.end(True)
+        kernels.wait()
+        self.assertEqual(compile.call_count, 1)
 
     def test_turns_of_different_kernels(self):
         self.barrier, made = mock.Mock(), mock.Mock(return_value=mock.Mock(threads=3))
@@ -236,10 +235,10 @@ class FlashQLACompilationTest(unittest.TestCase):
         # The last call has kernels of a backward and of a forward that begins and ends with states.
         self.assertEqual((len(names), len(set(names))), (7, 7))
 
-    def test_a_turn_without_kernels_ends(self):
+    def test_no_turn_without_kernels(self):
         turn = mock.Mock(threads=3)
-        flash_qla_kernels.Kernels(torch.device("cpu"), [], [], turn)
-        turn.end.assert_called_once_with(False)
+        flash_qla_kernels.Kernels(torch.device("cpu"), [], [], turn).wait()
+        turn.wait.assert_not_called()
 
     def test_started_before_there_is_a_row(self):
         goes_on = threading.Event()

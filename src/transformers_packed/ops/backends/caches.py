@@ -50,8 +50,8 @@ def version_of(package: str) -> str:
 class Turn:
     """The turn to compile some kernels, which the first process of a machine has. The others wait until it ends.
 
-    It ends with the process, too. The next process has it if the kernels are not in the cache then. Nobody waits where the
-    cache can have no locks. If kernels have been deleted since a turn, all processes compile them.
+    If its process failed or was killed, the next one has the turn. Nobody waits where a cache has no locks. All processes
+    compile kernels that have been deleted since a turn.
 
     Args:
         cache (`str`):
@@ -63,71 +63,63 @@ class Turn:
     """
 
     def __init__(self, cache: str, author: str, *kernels: Any):
+        parts = kernels, *map(version_of, ("torch", cache, author))
+        self._cache, self._name = cache, hashlib.sha256(repr(parts).encode()).hexdigest()
         # Open while this process waits, or has the turn.
         self._file: IO[bytes] | None = None
-        self._is_first = False
-        if (known := caches().get(cache)) is None:
-            return
-        parts = kernels, *map(version_of, ("torch", cache, author))
-        name = hashlib.sha256(repr(parts).encode()).hexdigest()
-        _TURNS.add(self)
-        try:
-            folder = Path(known[0]) / _FOLDER
-            folder.mkdir(parents=True, exist_ok=True)
-            # NFS locks a file that can be written. It has a byte when the kernels are in the cache.
-            self._file = (folder / name).open("a+b", buffering=0)
-            self._goes_on(self._file)
-        except (OSError, ImportError) as error:
-            logger.info(f"{cache}: each process compiles its kernels, because the cache has no locks: {error}.")
-            self._close()
 
     @property
     def threads(self) -> int:
-        """Threads that may compile after [`wait`]: one for each core if the other processes wait."""
+        """Threads that may compile after the wait: one for each core if the other processes wait."""
         return threads_of_this_process() if self._file is None else len(os.sched_getaffinity(0))
 
     def wait(self) -> None:
-        """Wait until no other process has the turn, for 5 minutes at most."""
-        if self._file is None or self._is_first:
+        """Wait until this process has the turn, or the kernels are in the cache, for 5 minutes at most."""
+        if (known := caches().get(self._cache)) is None:
             return
         start = time.monotonic()
-        logger.info("Another process compiles the same kernels. This one waits for it, and loads them.")
         try:
-            while not self._goes_on(self._file):
+            folder = Path(known[0]) / _FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            # NFS locks only a file that can be written.
+            file = self._file = (folder / self._name).open("a+b", buffering=0)
+            _TURNS.add(self)
+            if not _goes_on(file):
+                logger.info("Another process compiles the same kernels. This one waits for it, and loads them.")
+            while not _goes_on(file):
                 if time.monotonic() - start > _LIMIT:
                     raise TimeoutError(f"another one has compiled them for {_LIMIT:.0f} s")
                 time.sleep(_PAUSE)
-        except OSError as error:
-            logger.info(f"This process compiles its kernels itself: {error}.")
+            # The process before has left a byte: the kernels are in the cache.
+            if os.fstat(file.fileno()).st_size:
+                self._close()
+        except (OSError, ImportError) as error:
+            logger.info(f"{self._cache}: this process compiles its kernels itself: {error}.")
             self._close()
 
     def end(self, is_done: bool) -> None:
         """Let the other processes go on. `is_done` is whether the kernels are in the cache."""
-        if self._file is not None and self._is_first:
+        if self._file is not None:
             with suppress(OSError):
                 self._file.write(b"1" * is_done)
             self._close()
-
-    def _goes_on(self, file: IO[bytes]) -> bool:
-        """Return whether the kernels are in the cache, or this process is the first one that can compile them."""
-        import fcntl
-
-        if not os.fstat(file.fileno()).st_size:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            # Another process may have ended its turn meanwhile.
-            self._is_first = not os.fstat(file.fileno()).st_size
-        if not self._is_first:
-            self._close()
-        return True
 
     def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
                 file.close()
+
+
+def _goes_on(file: IO[bytes]) -> bool:
+    """Lock a file if it is empty, and return whether no other process has the lock."""
+    import fcntl
+
+    with suppress(BlockingIOError):
+        if not os.fstat(file.fileno()).st_size:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 # A forked process, such as a worker of a DataLoader, would keep the locks of its parent.

@@ -127,17 +127,17 @@ class Kernels:
         self.first: list[Future] = []
         self.others: list[Future] = []
         _PROGRESS.add(self.left)
-        if not self.left:
-            self.turn.end(False)
         # At its end, Python waits for the threads of a pool, but not for this one.
         self.starter = threading.Thread(target=self._start, args=(device, first, others), daemon=True)
         self.starter.start()
 
     def _start(self, device: torch.device, first: list[Callable[[], None]], others: list[Callable[[], None]]) -> None:
         """Start the threads when no other process compiles the kernels."""
+        if not self.left:
+            return
         try:
             self.turn.wait()
-            pool = ThreadPoolExecutor(min(self.turn.threads, self.left or 1))
+            pool = ThreadPoolExecutor(min(self.turn.threads, self.left))
 
             def start(calls: list[Callable[[], None]]) -> list[Future]:
                 return [pool.submit(self._run, call, device) for call in calls]
