@@ -187,6 +187,10 @@ class TurnTest(unittest.TestCase):
         self.assertIn("this process compiles its kernels itself: [Errno 5] Input/output error.", logs.output[-1])
         self.assertIsNone(second._file)
         first.end(True)
+        # Kernels that are in the cache need no lock.
+        with mock.patch.object(fcntl, "flock") as lock:
+            self.assertTrue(self.goes_on(self.turn("forward")))
+        lock.assert_not_called()
 
     def test_a_cache_without_locks(self):
         refuse = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))

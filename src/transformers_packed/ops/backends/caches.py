@@ -125,4 +125,4 @@ def _goes_on(file: IO[bytes]) -> bool:
 # A forked process, such as a worker of a DataLoader, would keep the locks of its parent.
 _TURNS: WeakSet[Turn] = WeakSet()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [turn._close() for turn in list(_TURNS)])
+    os.register_at_fork(after_in_child=lambda: [*map(Turn._close, _TURNS)])
