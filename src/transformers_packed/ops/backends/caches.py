@@ -63,8 +63,7 @@ class Turn:
     """
 
     def __init__(self, cache: str, author: str, *kernels: Any):
-        parts = kernels, *map(version_of, ("torch", cache, author))
-        self._cache, self._name = cache, hashlib.sha256(repr(parts).encode()).hexdigest()
+        self._cache, self._author, self._kernels = cache, author, kernels
         # Open while this process waits, or has the turn.
         self._file: IO[bytes] | None = None
 
@@ -78,11 +77,12 @@ class Turn:
         if (known := caches().get(self._cache)) is None:
             return
         start = time.monotonic()
+        parts = self._kernels, *map(version_of, ("torch", self._cache, self._author))
         try:
             folder = Path(known[0]) / _FOLDER
             folder.mkdir(parents=True, exist_ok=True)
             # NFS locks only a file that can be written.
-            file = self._file = (folder / self._name).open("a+b", buffering=0)
+            file = self._file = (folder / hashlib.sha256(repr(parts).encode()).hexdigest()).open("a+b", buffering=0)
             _TURNS.add(self)
             if not _goes_on(file):
                 logger.info("Another process compiles the same kernels. This one waits for it, and loads them.")
