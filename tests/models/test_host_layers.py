@@ -1,6 +1,7 @@
 """Decoder layers in host memory: training, moves, files and refusals, on a CPU that takes copies of them as a GPU does."""
 
 import copy
+import gc
 import tempfile
 import unittest
 from contextlib import nullcontext
@@ -35,6 +36,7 @@ from transformers_packed.models.host_experts import bytes_in_host_memory, names_
 from transformers_packed.models.host_parameters import can_read_host_weights, host_of, loading_to_host
 from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.releases import IGNORED_BY_DDP
+from transformers_packed.training.restore import exact_for
 
 
 KINDS = ["float32", "bfloat16", "nvfp4", "int4", "fp8", "nf4"]
@@ -219,14 +221,59 @@ class TrainingTest(HostLayersTestCase):
         _, other = self.check(model, {}, lambda model: gradients(model, ROWS[0]))
         self.assertEqual(len(layers_of(other)), 3)
 
+    @parameterized.expand([("nf4",), ("nvfp4",)])
+    def test_a_loss_inside_of_a_layer(self, kind):
+        """Nobody has asked for its weights. A kernel would read memory that is not there."""
+        model, inner = keep_layers_in_host_memory(tiny(kind=kind)), []
+        layers_of(model)[1].mlp.register_forward_hook(lambda module, inputs, output: inner.append(output))
+        with on_a_gpu(), copied_on_a_cpu():
+            loss_of(model, ROWS[0])
+            with self.assertRaisesRegex(ValueError, "a loss of the outputs of layers, got the backward of something"):
+                inner[0].square().sum().backward()
+
+    def test_another_model_dies(self):
+        """What came before a layer may be gone when the next one runs."""
+        model, other = (keep_layers_in_host_memory(tiny()) for _ in range(2))
+        expected = gradients(model, ROWS[0])
+        with copied_on_a_cpu():
+            with torch.no_grad():
+                loss_of(other, ROWS[1])
+            del other
+            gc.collect()
+            for _ in range(2):
+                self.assert_same(gradients(model, ROWS[0]), expected)
+
+    def test_a_move_gives_up_copies(self):
+        model = keep_layers_in_host_memory(tiny())
+        with copied_on_a_cpu() as copies:
+            expected = gradients(model, ROWS[0])
+            self.assertEqual((len(copies.layers), on_the_device(model)), (2, 2))
+            model.to("cpu")
+            self.assertEqual((len(copies.layers), on_the_device(model)), (0, 0))
+            self.assert_same(gradients(model, ROWS[0]), expected)
+
+    def test_experts_that_are_trained_stay(self):
+        """Such as those of a trained head of multi-token prediction."""
+        model = tiny("qwen3_5_moe", adapters=False)
+        trained, frozen = (next(x for x in layer.modules() if is_known(x)) for layer in layers_of(model)[:2])
+        trained.requires_grad_(True)
+        keep_layers_in_host_memory(model)
+        self.assertEqual((host_of(trained), host_of(frozen)), (None, host_of(layers_of(model)[1])))
+
     def test_wrapped_layers_run(self):
         model, seen = tiny(), []
         for layer in layers_of(model):
             for module in layer.modules():
                 if isinstance(module, torch.nn.Linear):
-                    module.register_forward_hook(lambda module, *_: seen.append(module.weight.device))
+                    module.register_forward_hook(lambda *_: seen.append(1))
         _, other = self.check(model, {})
-        self.assertTrue(seen)
+        seen.clear()
+        loss_of(model, ROWS[0])
+        expected = len(seen)
+        with copied_on_a_cpu():
+            loss_of(other, ROWS[0])
+        self.assertEqual(len(seen), 2 * expected)
+        self.assertGreater(expected, 10)
 
     def test_a_model_without_adapters(self):
         model = tiny(adapters=False)
@@ -481,6 +528,8 @@ class RefusalsTest(HostLayersTestCase):
 
     def test_what_comes_later(self):
         model = keep_layers_in_host_memory(tiny(adapters=False))
+        # The check before the first step would need wider weights.
+        self.assertEqual(exact_for(model).refused, "weights are in host memory")
         row = packed_batch(ROWS[0], "cu_seqlens")
         with self.assertRaisesRegex(ValueError, "got weights in host memory, which stock classes do not copy"):
             unpatch_model(model)

@@ -60,7 +60,7 @@ def keep_layers_in_host_memory(model: Model) -> Model:
     if (error := first_error(_rules(model, layers))) is not None:
         raise error
     places = Counter(id(x) for module in model.modules() for x in module._parameters.values() if x is not None)
-    parts = [(layer, _linears_of(layer, places), [x for x in layer.modules() if is_known(x)]) for layer in layers]
+    parts = [(layer, _linears_of(layer, places), _experts_of(layer)) for layer in layers]
     trained = not any(linears or experts for _, linears, experts in parts)
     fix = "Call it after get_peft_model, which freezes them, or leave the layers on the GPU."
     rule = trained, "decoder layers with large frozen weights", "small or trained ones alone", fix
@@ -77,6 +77,12 @@ def keep_layers_in_host_memory(model: Model) -> Model:
             keep_in_place(module, host)
             move_to_host(module)
     return model
+
+
+def _experts_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
+    """List the modules of experts that are not trained."""
+    found = filter(is_known, layer.modules())
+    return [module for module in found if not all(x.requires_grad for x in module.parameters(recurse=False))]
 
 
 def _linears_of(layer: torch.nn.Module, places: Counter) -> list[torch.nn.Module]:

@@ -274,6 +274,9 @@ def _left(module: torch.nn.Module, function: Callable, recurse: bool = True) -> 
         if (dtype := function(torch.empty(0, dtype=before)).dtype) != before:
             fix = "Load the model in this dtype."
             raise input_error("weights in host memory in the dtype in which they were loaded", dtype, fix)
+    if (host := host_of(module)) is not None:
+        # They are copied again where the model runs next.
+        host.give_up()
     with swapped(module._parameters, **dict.fromkeys(parts)):
         return type(module)._apply(module, function, recurse)
 

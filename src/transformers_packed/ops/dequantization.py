@@ -65,7 +65,15 @@ def dequantize_4bit(
     number = total - first if number is None else number
     if not 0 <= first <= first + number <= total:
         raise input_error(f"elements from 0 to before {total:,}", f"{number:,} from {first:,} on")
+    check_memory(packed)
     return run("dequantize_4bit", impl, FOUR_BIT, packed, state, first, number)
+
+
+def check_memory(stored: torch.Tensor) -> None:
+    """Raise a `ValueError` if the memory of stored values has been given up, which a kernel would read nevertheless."""
+    if not torch.compiler.is_compiling() and stored.untyped_storage().nbytes() < stored.nbytes:
+        got = "the backward of something inside of a layer whose weights are in host memory"
+        raise input_error("a loss of the outputs of layers", got, "Leave the layers on the GPU for it.")
 
 
 def dequantize_rows(
@@ -102,6 +110,7 @@ def dequantize_rows(
     """
     if scale.shape != (*values.shape[:-1], 1):
         raise input_error("values [..., C] and scales [..., 1]", shapes(values, scale))
+    check_memory(values)
     return run("dequantize_rows", impl, ROWS, values, scale, dtype)
 
 
@@ -142,6 +151,7 @@ def dequantize_blocks(
     number = tuple(map(triton.ceil_div, values.shape[-2:], block))
     if values.ndim < 2 or scale.shape != (*values.shape[:-2], *number):
         raise input_error(f"values [..., R, C] and {number} scales of blocks of {block}", shapes(values, scale))
+    check_memory(values)
     return run("dequantize_blocks", impl, BLOCKS, values, scale, block, dtype)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import input_error
 from .backends import triton
+from .dequantization import check_memory
 from .dispatch import run, with_triton
 
 
@@ -99,6 +100,7 @@ def dequantize_groups(groups: Groups, dtype: torch.dtype, *, impl: str = "auto")
     if columns % number or rows % parts or any(found[name] != expected[name] for name in found):
         need = "values [..., R, C], scales and zeros [..., R, G] with G a divisor of C, and parts [..., H] with H one of R"
         raise input_error(need, f"values {tuple(groups.values.shape)} and {found}")
+    check_memory(groups.values)
     return run("dequantize_groups", impl, GROUPS, groups, dtype)
 
 

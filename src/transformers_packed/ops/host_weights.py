@@ -15,7 +15,7 @@ that was given up just before. The copy waits for all products that were launche
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from . import offload
 
 # Tensors in pages begin at multiples of it, as PyTorch's own on a GPU do.
 _ALIGNMENT = 512
+_NUMBERS = count()
 # Layers whose tensors a device has at a time.
 _MOST = 2
 _FIX = "Free host memory, raise the limit of locked memory (ulimit -l), or leave the weights on the GPU."
@@ -42,8 +43,9 @@ class HostTensors:
         # How often the values may have changed.
         self.changes = 0
         self._pinned: list[torch.Tensor] = []
-        # What came after these tensors the last time, by what came before them.
-        self.next: dict[Any, Callable[[], HostTensors | None]] = {}
+        self.number = next(_NUMBERS)
+        # What came after these tensors the last time, by the number of what came before them.
+        self.next: dict[int | None, Callable[[], HostTensors | None]] = {}
         self._copies: DeviceCopies | None = None
         # The last copy. Graphs refer to its storages.
         self.copy: _Copy | None = None
@@ -84,6 +86,13 @@ class HostTensors:
                 copies.pin(pages, "weights in host memory", _FIX)
                 pinned.append(pages)
 
+    def give_up(self) -> None:
+        """Free the copy on a device."""
+        if self._copies is not None and (copy := self.copy) in self._copies.layers:
+            assert copy is not None
+            self._copies.layers.remove(copy)
+            copy.give_up()
+
     def state(self) -> tuple[int, ...]:
         """What differs after a change of values."""
         return self.changes, *(x._version for tensors in self.lists.values() for x in tensors)
@@ -101,7 +110,7 @@ class DeviceCopies:
         self.device, self.copies = device, offload.Copies(device)
         # The last one is in use, and the first one is given up first.
         self.layers: list[_Copy] = []
-        self.before: Callable[[], HostTensors | None] = _nothing
+        self.before: int | None = None
         self.current: Callable[[], HostTensors | None] = _nothing
         self.misses = 0
 
@@ -127,7 +136,7 @@ class DeviceCopies:
             return
         if current is not None:
             current.next[self.before] = weakref.ref(tensors)
-        self.before, self.current = self.current, weakref.ref(tensors)
+        self.before, self.current = None if current is None else current.number, weakref.ref(tensors)
 
     def _find(self, tensors: HostTensors) -> "_Copy | None":
         found = next((copy for copy in self.layers if copy.of() is tensors), None)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..audit.model_state import frozen
 from ..data.samples import has_items
 from ..foreign import swapped
+from ..models.host_experts import names_in_host_memory
 from ..models.losses import OWN, losses_of, trains_trunk
 from ..models.packed_model import PackedModelMixin
 from ..models.registry import inner_model
@@ -97,6 +98,9 @@ def exact_for(model: torch.nn.Module, args: Any = None) -> Exact | None:
         return None
     dtype = torch.float32 if precision == "half" else torch.float64
     refused = "weights are sharded" if gathers_weights(model) else None
+    if names_in_host_memory(model):
+        # Wider ones may not fit there, and the system ends a process that has no memory.
+        refused = "weights are in host memory"
     name, use = str(dtype).removeprefix("torch."), partial(in_dtype, model, dtype)
     epsilon = torch.finfo(torch.bfloat16 if precision == "half" else torch.float32).eps
     return Exact(
