@@ -52,6 +52,10 @@ class CommandLineTest(unittest.TestCase):
                 "Pass --gradient-checkpointing, pass --load-in-4bit, pass --layers-in-host-memory or lower --row-length.",
             ),
             (
+                "--gradient-checkpointing --offload --lora --load-in-4bit --cuda-graphs --batch-size 1",
+                "Use a larger GPU.",
+            ),
+            (
                 "--gradient-checkpointing --offload --teacher=t --batch-size 1",
                 "Pass --teacher-in-host-memory.",
             ),

@@ -593,11 +593,20 @@ class CommandTest(unittest.TestCase):
         self.assertIn("got --distill-weight 0.5 instead of 0.25.", err)
         out = self.succeeds(*options, "--max-steps=3", "--distill-weight=0.25", "--resume")
         self.assertIn("\nstep 3/3, ", out)
-        with mock.patch.object(host_parameters, "SMALLEST", 512):
+        loads, moved = finetune.load_weights, []
+
+        def load(option, *args, **kwargs):
+            # bitsandbytes would quantize on a GPU, which may not have room for all of it.
+            moved.append((option, host_parameters._LOADS["layers"]))
+            return loads(option, *args, **kwargs)
+
+        small = mock.patch.object(host_parameters, "SMALLEST", 512)
+        with small, mock.patch.object(finetune, "load_weights", load):
             host = self.directory / "host"
             out = self.succeeds(*options, "--teacher-in-host-memory", "--max-steps=1", output=host)
         self.assertIn("\nThe teacher's layers in host memory: 0.0 GiB.\n", out)
         self.assertTrue(names_in_host_memory(self.trainers[-1].model.losses[-1].teacher))
+        self.assertEqual(moved, [("--model", False), ("--teacher", True)])
         # Without a tokenizer, nobody knows the ids of the teacher.
         for path in teacher.glob("*token*"):
             path.unlink()

@@ -339,8 +339,8 @@ def load_model(source: str, settings: Namespace, dtype: torch.dtype) -> PreTrain
     model = with_adapters(model, settings) if settings.lora else model
     if on_host:
         keep_layers_in_host_memory(model) if layers else keep_experts_in_host_memory(model)
-        if settings.load_in_4bit:
-            # Trainer does not move adapters, which PEFT puts beside the weights.
+        if getattr(inner_model(model), "is_loaded_in_4bit", False):
+            # PEFT puts adapters beside the weights.
             model.to(device_of_this_process())
         say(f"{'Layers' if layers else 'Experts'} in host memory: {bytes_in_host_memory(model) / 2**30:,.1f} GiB.")
     return model
@@ -349,7 +349,11 @@ def load_model(source: str, settings: Namespace, dtype: torch.dtype) -> PreTrain
 def load_teacher(settings: Namespace, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> PreTrainedModel:
     """Our causal language model of `--teacher` for a model, with all of its weights, in the compute dtype."""
     option, source = "--teacher", settings.teacher
-    supported_config(source, option=option)
+    config = supported_config(source, option=option)
+    if settings.teacher_in_host_memory and not family_of(config).has_host_layers:
+        able = titles([family for family in SIZED if family.has_host_layers])
+        fix = "Remove --teacher-in-host-memory."
+        raise input_error(f"a teacher of {able}", config.model_type, fix, option="--teacher-in-host-memory")
     if (why := check_same_ids(option, source, settings.trust_remote_code, tokenizer)) is not None:
         say(f"The ids of tokens are not compared with those of the teacher: {why}")
     options = {
@@ -358,7 +362,7 @@ def load_teacher(settings: Namespace, tokenizer: PreTrainedTokenizerBase, model:
         "trust_remote_code": False,
     }
     say(f"Loading {source} ...")
-    with registered():
+    with registered(), loading_to_host(True) if settings.teacher_in_host_memory else nullcontext():
         teacher = load_weights(option, source, AutoModelForCausalLM, **options)
     DivergenceLoss(teacher).check(inner_model(model))
     if settings.teacher_in_host_memory:

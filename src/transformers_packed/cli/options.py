@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         given = {action.dest: getattr(namespace, action.dest, None) for action in self._actions}
         for flag, (other, why) in _NEEDS.items():
             # `memory` computes with and without gradient checkpointing.
-            if given.get(_dest(flag)) and not given.get(_dest(other), True):
+            if given.get(dest(flag)) and not given.get(dest(other), True):
                 self.error(f"{flag} needs {other}: {why}")
         if "lora_rank" in given:
             namespace.lora_rank = namespace.lora_rank or _LORA_RANK
@@ -100,10 +100,11 @@ class Parser(argparse.ArgumentParser):
     def out_of_memory(self, args: argparse.Namespace, error: BaseException) -> str:
         """A message on the memory of a GPU, with the options of the command that need less and were not given."""
         given = {action.dest: getattr(args, action.dest, None) for action in self._actions}
-        possible = [flag for flag in _LESS_MEMORY if flag not in _NEEDS or given.get(_dest(_NEEDS[flag][0]))]
-        less = [f"pass {flag}" for flag in possible if given.get(_dest(flag)) is False]
+        possible = [flag for flag in _LESS_MEMORY if flag not in _NEEDS or given.get(dest(_NEEDS[flag][0]))]
+        possible = [flag for flag in possible if flag not in EXCLUDES or not given.get(dest(EXCLUDES[flag][0]))]
+        less = [f"pass {flag}" for flag in possible if given.get(dest(flag)) is False]
         row = ("--row-length",) if given.get("row_length") else ("--batch-size", "--max-length")
-        less += [f"lower {flag}" for flag in (*row, "--every-n-layers") if (given.get(_dest(flag)) or 1) > 1]
+        less += [f"lower {flag}" for flag in (*row, "--every-n-layers") if (given.get(dest(flag)) or 1) > 1]
         advice = alternatives(less or ["use a larger GPU"])
         fix = f"{advice[0].upper()}{advice[1:]}. The command memory computes what fits."
         return str(input_error("a GPU with enough memory", described(error), fix))
@@ -137,13 +138,14 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if told else super()._get_help_string(action)
 
 
-def _dest(flag: str) -> str:
+def dest(flag: str) -> str:
+    """Return the attribute of an option."""
     return flag.lstrip("-").replace("-", "_")
 
 
 def _of_packing(flag: str) -> dict[str, Any]:
     """What `add_argument` takes for the option of a field of [`TrainingOptions`]."""
-    option = TrainingOptions.__dataclass_fields__[_dest(flag)]
+    option = TrainingOptions.__dataclass_fields__[dest(flag)]
     help = option.metadata["help"].removesuffix(".")
     kinds: dict[Any, dict[str, Any]] = {bool: {"action": "store_true"}, int: _COUNT}
     kinds[float] = {"type": float, "metavar": "X"}
@@ -207,6 +209,11 @@ _NEEDS = {
     "--keep-attention": ("--gradient-checkpointing", "without it, nothing is computed again"),
     "--every-n-layers": ("--gradient-checkpointing", "without it, all layers keep their activations"),
     "--segment-tokens": ("--gradient-checkpointing", "without it, segments would keep their activations"),
+}
+# Options that exclude another one, and the reason.
+EXCLUDES = {
+    f"--{what}-in-host-memory": ("--cuda-graphs", f"A graph would read the {what} at one address.")
+    for what in ("experts", "layers")
 }
 # Options that need less memory and train the same weights.
 _LESS_MEMORY = (

@@ -22,7 +22,17 @@ from ..errors import input_error
 from ..training.options import Options, TrainingOptions
 from .early import check_data, check_packages, check_source
 from .lines import say
-from .options import AUTO, LONGEST_SAMPLE, SAMPLES, Parser, positive_float, positive_int, segment_tokens
+from .options import (
+    AUTO,
+    EXCLUDES,
+    LONGEST_SAMPLE,
+    SAMPLES,
+    Parser,
+    dest,
+    positive_float,
+    positive_int,
+    segment_tokens,
+)
 from .run_folder import find_checkpoint
 
 
@@ -96,10 +106,10 @@ def _check_together(args: argparse.Namespace) -> None:
     ):
         if given and also:
             raise input_error(f"{option} without {other}", "both", f"Remove {other}.", option=option)
-    for what in ("experts", "layers"):
-        if getattr(args, f"{what}_in_host_memory") and args.cuda_graphs:
-            fix = f"A graph would read the {what} at one address."
-            raise input_error("no --cuda-graphs", "it", fix, option=f"--{what}-in-host-memory")
+    given = vars(args)
+    for option, (other, why) in EXCLUDES.items():
+        if given[dest(option)] and given[dest(other)]:
+            raise input_error(f"no {other}", "it", why, option=option)
     if args.segment_tokens == AUTO and args.teacher:
         fix = "The plan of memory leaves teachers out."
         raise input_error("a number of tokens with --teacher", AUTO, fix, option="--segment-tokens")

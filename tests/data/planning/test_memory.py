@@ -551,7 +551,7 @@ class PlanTest(unittest.TestCase):
             ("experts alone", {"lora_experts": True}, "lora_rank with lora_experts, got 0"),
             (
                 "experts in host memory",
-                {"lora_rank": 16, "experts_in_host_memory": True},
+                {"lora_rank": 16, "experts_in_host_memory": True, "layers_in_host_memory": True},
                 "a mixture of experts, with experts_in_host_memory, got qwen3_5_text. Leave it out",
             ),
             (

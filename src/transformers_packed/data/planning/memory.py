@@ -275,6 +275,12 @@ def plan_sequence_parallel(
     rules = (
         (weights not in WIDTHS, 'weights "bfloat16" or "float32"', repr(weights), ""),
         *((not value > 0, f"{name} above 0", value, "") for name, value in positive.items()),
+        (
+            experts_in_host_memory and not sizes.mixtures,
+            "a mixture of experts, with experts_in_host_memory",
+            config.model_type,
+            "Leave it out.",
+        ),
         *_of_adapters(config, sizes, lora, load_in_4bit),
     )
     check_rules(rules)
@@ -322,10 +328,8 @@ def _of_adapters(config: PreTrainedConfig, sizes: Sizes, lora: Lora, load_in_4bi
     yield found and not lora.freezes, f"lora_rank with a checkpoint in {title}", lora.rank, "Its weights are frozen."
     expected, fix = "a mixture of experts, with lora_experts", "Leave lora_experts out."
     yield lora.experts and not sizes.mixtures, expected, config.model_type, fix
-    of_experts, name, fix = lora.on_host == "experts", f"{lora.on_host}_in_host_memory", "Leave it out."
-    yield of_experts and not sizes.mixtures, f"a mixture of experts, with {name}", config.model_type, fix
-    able = not lora.on_host or of_experts or family_of(config).has_host_layers
-    yield not able, f"a family whose layers can be in host memory, with {name}", config.model_type, fix
+    name, able = f"{lora.on_host}_in_host_memory", lora.on_host != "layers" or family_of(config).has_host_layers
+    yield not able, f"a family whose layers can be in host memory, with {name}", config.model_type, "Leave it out."
     yield (
         lora.on_host and not lora.rank,
         f"lora_rank with {name}",
