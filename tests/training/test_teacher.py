@@ -31,6 +31,7 @@ from transformers import (
 from transformers_packed import configure_packing, keep_layers_in_host_memory, patch_model, unpatch_model
 from transformers_packed.models import host_parameters
 from transformers_packed.models.host_experts import names_in_host_memory
+from transformers_packed.training.restore import exact_for
 
 
 if HAS_TRL:
@@ -80,8 +81,11 @@ class StepTest(ConfigureTestCase):
         other = keep_layers_in_host_memory(copy.deepcopy(teacher).requires_grad_(False))
         expected, _ = updates_and_log(build(self.directory, teacher=teacher, max_steps=2))
         with copied_on_a_cpu() as copies:
-            actual, _ = updates_and_log(build(self.directory, teacher=other, max_steps=2))
+            trainer = build(self.directory, teacher=other, max_steps=2)
+            actual, _ = updates_and_log(trainer)
         self.assertTrue(names_in_host_memory(other))
+        # Its weights would be wider, too.
+        self.assertEqual(exact_for(trainer.model).refused, "weights are in host memory")
         self.assertGreater(copies.copies.copies, 4)
         self.assertEqual(total_relative_error(actual, expected), 0)
 

@@ -98,7 +98,7 @@ def exact_for(model: torch.nn.Module, args: Any = None) -> Exact | None:
         return None
     dtype = torch.float32 if precision == "half" else torch.float64
     refused = "weights are sharded" if gathers_weights(model) else None
-    if names_in_host_memory(model):
+    if any(map(names_in_host_memory, _with_others(model))):
         # Wider ones may not fit there, and the system ends a process that has no memory.
         refused = "weights are in host memory"
     name, use = str(dtype).removeprefix("torch."), partial(in_dtype, model, dtype)
