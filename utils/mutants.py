@@ -27,6 +27,7 @@ import queue
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -157,6 +158,10 @@ def kill(mutant: dict[str, Any], copy: Path) -> dict[str, Any]:
             code, failed, output = run_tests(copy, arguments)
             if code == FAILED and failed:
                 killed_by = failed[0]
+                break
+            if code == -signal.SIGSEGV:
+                # Such as of memory that is read after its end. No test is named then.
+                killed_by = files[0]
                 break
             if code not in (PASSED, NONE):
                 raise RuntimeError(f"{mutant['name']}: pytest ended with {code}:\n{output[-2000:]}")
