@@ -10,11 +10,11 @@ import torch
 from common.blocks import stored_and_plain
 from common.late_experts import copied_on_a_cpu, without_memory
 from common.processes import run_processes
-from common.sharded import batch, wrapped_by
 from common.shown import shows_for_each
 from mixins.lora import randomized
 from mixins.model import packed_batch
-from mixins.patch import CONFIGS, builtin_model
+from mixins.on_host import ROWS, OnHostTestCase, ddp_gradients, four_layers, gradients, run
+from mixins.patch import builtin_model
 from ops.test_grouped_dequantization import random_groups
 from parameterized import parameterized
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -29,13 +29,11 @@ from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.host_experts import bytes_in_host_memory, names_in_host_memory
 from transformers_packed.models.host_parameters import WEIGHTS, HostWeight, host_of, loading_to_host, move_to_host
 from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
-from transformers_packed.models.releases import IGNORED_BY_DDP
 from transformers_packed.training.restore import in_dtype
 
 
 LAYERS = ["q_proj", "o_proj", "out_proj"]
 KINDS = ["float32", "bfloat16", "nvfp4", "awq", "fp8", "nf4"]
-ROWS = [[torch.arange(1 + i, n + i) for n in lengths] for i, lengths in enumerate(((9, 30, 2), (17,), (3, 4, 5, 6)))]
 PACKED = {
     "nvfp4": ("nvfp4", {"divided": True, "parts": 2}),
     "awq": ("int4", {"zero": True, "rounded": torch.float16}),
@@ -53,11 +51,7 @@ def mixture(family="qwen3_5_moe", kind="float32", adapters=True, experts=True):
     """A model with experts of a kind, and adapters on layers and experts."""
     if kind == "nf4" and not find_spec("bitsandbytes"):
         raise unittest.SkipTest("needs bitsandbytes")
-    config = None
-    if family in CONFIGS:
-        given = CONFIGS[family].to_dict()
-        config = type(CONFIGS[family])(**given | {"num_hidden_layers": 4, "layer_types": 2 * given["layer_types"]})
-    model = patch_model(builtin_model(family, config=config)).train()
+    model = four_layers(family)
     if kind == "fp8":
         model, _ = stored_and_plain(model, (16, 16))
     for module in experts_of(model):
@@ -82,35 +76,7 @@ def mixture(family="qwen3_5_moe", kind="float32", adapters=True, experts=True):
     return randomized(get_peft_model(model, config)) if adapters else model.requires_grad_(False)
 
 
-def gradients(model, row):
-    model.zero_grad()
-    model(**packed_batch(row, "cu_seqlens"), use_cache=False).loss.backward()
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-
-
-def run(model):
-    """The losses and gradients of several rows, and what evaluation between them finds."""
-    found = {}
-    for number, row in enumerate(ROWS):
-        inputs = packed_batch(row, "cu_seqlens")
-        found |= {(number, name): x.clone() for name, x in gradients(model, row).items()}
-        with torch.no_grad():
-            found[number] = model.eval()(**inputs, use_cache=False).logits
-        model.train()
-        both = sum(model(**packed_batch(x, "cu_seqlens"), use_cache=False).loss for x in ROWS[:2])
-        model.zero_grad()
-        both.backward()
-        found |= {(number, "both", name): x.grad for name, x in model.named_parameters() if x.grad is not None}
-    return found
-
-
-class HostExpertsTestCase(unittest.TestCase):
-    def assert_same(self, actual, expected):
-        self.assertEqual(actual.keys(), expected.keys())
-        self.assertEqual([name for name, x in expected.items() if not torch.equal(actual[name], x)], [])
-
-
-class TrainingTest(HostExpertsTestCase):
+class TrainingTest(OnHostTestCase):
     @shows_for_each(
         [(kind, "qwen3_5_moe", again) for kind in KINDS for again in (False, True)]
         + [(kind, "qwen3_5_moe", False) for kind in ("fp8_rows", "w4a16", "w8a16", "gptq_order")]
@@ -216,20 +182,7 @@ class TrainingTest(HostExpertsTestCase):
         with copied_on_a_cpu() as copies:
             for _ in range(2):
                 model(**row)
-            for change in (
-                lambda: module.down_proj.data.mul_(2),
-                lambda: setattr(module.down_proj, "data", module.down_proj.detach() * 2),
-                lambda: module.load_state_dict({name: 2 * x for name, x in module.state_dict().items()}),
-                lambda: setattr(module, "down_proj", torch.nn.Parameter(module.down_proj.detach() * 2, False)),
-            ):
-                before = model(**row).logits
-                for event in list(copies.copies.queue):
-                    event.wait()
-                change()
-                after = model(**row).logits
-                self.assertFalse(torch.equal(after, before))
-                with mock.patch.object(host_parameters, "is_apart", lambda device: False):
-                    self.assertTrue(torch.equal(model(**row).logits, after))
+            self.check_replaced(model, module, "down_proj", copies)
 
     def test_two_processes(self):
         (found, ignored), (other, _) = run_processes(ddp, 2, True)
@@ -240,16 +193,10 @@ class TrainingTest(HostExpertsTestCase):
 
 
 def ddp(on_host):
-    model, ignored = mixture(), []
-    if on_host:
-        ignored = names_in_host_memory(keep_experts_in_host_memory(model))
-        setattr(model, IGNORED_BY_DDP, ignored)
-    wrapped = wrapped_by("ddp", model)
-    wrapped(**batch(torch.distributed.get_rank())).loss.backward()
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}, ignored
+    return ddp_gradients(mixture(), keep_experts_in_host_memory if on_host else None)
 
 
-class MovesTest(HostExpertsTestCase):
+class MovesTest(OnHostTestCase):
     @parameterized.expand([(kind,) for kind in KINDS])
     def test_stay_where_they_are(self, kind):
         """The meta device stands for a GPU."""
@@ -267,16 +214,9 @@ class MovesTest(HostExpertsTestCase):
         # Each tensor begins at a multiple of some bytes.
         self.assertLessEqual(size, bytes_in_host_memory(model))
         self.assertLess(bytes_in_host_memory(model), size + 30 * 512 * len(experts_of(model)))
-        model.to("meta")
-        for name, x in model.named_parameters():
-            self.assertEqual(x.device.type, "cpu" if name in names else "meta", name)
-            self.assertFalse(name in names and x.requires_grad)
-            if name in names:
-                self.assertTrue(torch.equal(x.float(), before[name].float()))
+        self.check_moved_to_meta(model, names, before)
         self.assertTrue(all("lora_" in name for name, x in model.named_parameters() if x.requires_grad))
-        for change in (model.half, model.double):
-            with self.assertRaisesRegex(ValueError, "in the dtype in which they were loaded, got torch.float"):
-                change()
+        self.check_kept_dtype(model)
 
     def test_no_tensor_is_there_twice(self):
         model = mixture(adapters=False)

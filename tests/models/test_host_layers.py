@@ -12,9 +12,9 @@ import torch
 from common.blocks import stored_and_plain
 from common.late_experts import copied_on_a_cpu
 from common.processes import run_processes
-from common.sharded import batch, wrapped_by
 from mixins.lora import randomized
 from mixins.model import packed_batch
+from mixins.on_host import ROWS, OnHostTestCase, ddp_gradients, four_layers, gradients, loss_of, run
 from mixins.patch import CONFIGS, builtin_model, on_a_gpu
 from ops.test_grouped_dequantization import random_groups
 from parameterized import parameterized
@@ -35,13 +35,11 @@ from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.host_experts import bytes_in_host_memory, names_in_host_memory
 from transformers_packed.models.host_parameters import can_read_host_weights, host_of, loading_to_host
 from transformers_packed.models.losses import OWN, MtpLoss
-from transformers_packed.models.releases import IGNORED_BY_DDP
 from transformers_packed.training.restore import exact_for
 
 
 KINDS = ["float32", "bfloat16", "nvfp4", "int4", "fp8", "nf4"]
 PACKED = {"nvfp4": {"divided": True, "parts": 2}, "int4": {"zero": True}}
-ROWS = [[torch.arange(1 + i, n + i) for n in lengths] for i, lengths in enumerate(((9, 30, 2), (17,), (3, 4, 5, 6)))]
 ADAPTED = ["q_proj", "o_proj", "out_proj"]
 BITSANDBYTES = unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
 # Bytes of a tiny layer's weight that moves. Gates of the delta rule have fewer.
@@ -69,11 +67,7 @@ def tiny(family="qwen3_5", kind="float32", adapters=True, **options):
     """A model with linear layers of a kind, and adapters on some of them."""
     if kind == "nf4" and not find_spec("bitsandbytes"):
         raise unittest.SkipTest("needs bitsandbytes")
-    config = None
-    if family in CONFIGS:
-        given = CONFIGS[family].to_dict()
-        config = type(CONFIGS[family])(**given | {"num_hidden_layers": 4, "layer_types": 2 * given["layer_types"]})
-    model = patch_model(builtin_model(family, config=config)).train()
+    model = four_layers(family)
     if kind == "bfloat16":
         model = model.bfloat16()
     if kind == "fp8":
@@ -90,37 +84,9 @@ def tiny(family="qwen3_5", kind="float32", adapters=True, **options):
     return randomized(get_peft_model(model, config)) if adapters else model.requires_grad_(False)
 
 
-def loss_of(model, row):
-    return model(**packed_batch(row, "cu_seqlens"), use_cache=False).loss
-
-
-def gradients(model, *rows):
-    model.zero_grad()
-    loss = sum(loss_of(model, row) for row in rows)
-    loss.backward()
-    return {"loss": loss.detach()} | {
-        name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None
-    }
-
-
-def run(model):
-    """The losses and gradients of several rows, and what evaluation between them finds."""
-    found = {}
-    for number, row in enumerate(ROWS):
-        found |= {(number, name): x for name, x in gradients(model, row).items()}
-        with torch.no_grad():
-            found[number] = model.eval()(**packed_batch(row, "cu_seqlens"), use_cache=False).logits
-        model.train()
-    return found | {("both", name): x for name, x in gradients(model, *ROWS[:2]).items()}
-
-
-class HostLayersTestCase(unittest.TestCase):
+class HostLayersTestCase(OnHostTestCase):
     def setUp(self):
         self.enterContext(mock.patch.object(host_parameters, "SMALLEST", SMALL))
-
-    def assert_same(self, actual, expected):
-        self.assertEqual(actual.keys(), expected.keys())
-        self.assertEqual([name for name, x in expected.items() if not torch.equal(actual[name], x)], [])
 
     def check(self, model, checkpointing=None, find=run, fused=True):
         """Outputs and gradients are the same with all layers, whether anything is copied or not."""
@@ -297,22 +263,8 @@ class TrainingTest(HostLayersTestCase):
 
     def test_weights_that_are_replaced(self):
         model = keep_layers_in_host_memory(tiny(adapters=False))
-        row, linear = packed_batch(ROWS[0], "cu_seqlens"), layers_of(model)[0].mlp.up_proj
         with copied_on_a_cpu() as copies:
-            for change in (
-                lambda: linear.weight.data.mul_(2),
-                lambda: setattr(linear.weight, "data", linear.weight.detach() * 2),
-                lambda: linear.load_state_dict({name: 2 * x for name, x in linear.state_dict().items()}),
-                lambda: setattr(linear, "weight", torch.nn.Parameter(linear.weight.detach() * 2, False)),
-            ):
-                before = model(**row).logits
-                for event in list(copies.copies.queue):
-                    event.wait()
-                change()
-                after = model(**row).logits
-                self.assertFalse(torch.equal(after, before))
-                with mock.patch.object(host_parameters, "is_apart", lambda device: False):
-                    self.assertTrue(torch.equal(model(**row).logits, after))
+            self.check_replaced(model, layers_of(model)[0].mlp.up_proj, "weight", copies)
 
     def test_two_processes(self):
         (found, ignored), (other, _) = run_processes(ddp, 2, True)
@@ -333,14 +285,8 @@ class TrainingTest(HostLayersTestCase):
 
 
 def ddp(on_host):
-    model, ignored = tiny(), []
     with mock.patch.object(host_parameters, "SMALLEST", SMALL):
-        if on_host:
-            ignored = names_in_host_memory(keep_layers_in_host_memory(model))
-            setattr(model, IGNORED_BY_DDP, ignored)
-        wrapped = wrapped_by("ddp", model)
-        wrapped(**batch(torch.distributed.get_rank())).loss.backward()
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}, ignored
+        return ddp_gradients(tiny(), keep_layers_in_host_memory if on_host else None)
 
 
 class MovesTest(HostLayersTestCase):
@@ -356,16 +302,9 @@ class MovesTest(HostLayersTestCase):
             {f"in_proj_{x}" for x in ("qkv", "z")}
             | {f"{x}_proj" for x in ("q", "k", "v", "o", "out", "gate", "up", "down")},
         )
-        model.to("meta")
-        for name, x in model.named_parameters():
-            self.assertEqual(x.device.type, "cpu" if name in names else "meta", name)
-            self.assertFalse(name in names and x.requires_grad)
-            if name in names:
-                self.assertTrue(torch.equal(x.detach().float(), before[name].float()))
-        for change in (model.half, model.double):
-            if kind not in ("nvfp4", "int4", "nf4"):
-                with self.assertRaisesRegex(ValueError, "in the dtype in which they were loaded, got torch.float"):
-                    change()
+        self.check_moved_to_meta(model, names, before)
+        if kind not in ("nvfp4", "int4", "nf4"):
+            self.check_kept_dtype(model)
 
     def test_biases_move(self):
         linear = layers_of(model := tiny(adapters=False))[0].mlp.up_proj
