@@ -67,16 +67,20 @@ class Configured:
         self.from_database = from_database
 
 
+def run_with_cache(folder, code, *arguments):
+    """Run code in a process that compiles kernels of Triton into a folder."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": folder}
+    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
 class CompilationsTest(unittest.TestCase):
     @unittest.skipUnless(find_spec("triton"), "needs triton")
     @pytest.mark.slow
     def test_kernels_of_triton(self):
         with tempfile.TemporaryDirectory() as folder:
-            environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-            environment |= {"TRITON_CACHE_DIR": folder}
-            result = subprocess.run(
-                [sys.executable, "-W", "ignore", "-c", TRITON], capture_output=True, text=True, env=environment
-            )
+            result = run_with_cache(folder, TRITON)
         self.assertEqual(result.returncode, 0, result.stderr)
         start = "triton|_scaled|x_ptr:*bf16, factor_ptr:*fp32, y_ptr:*bf16, count:i32"
         lines = [
@@ -93,12 +97,9 @@ class CompilationsTest(unittest.TestCase):
     def test_a_process_that_ends_while_it_compiles(self):
         """It leaves no kernel that another process would load."""
         with tempfile.TemporaryDirectory() as folder:
-            environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-            environment |= {"TRITON_CACHE_DIR": folder}
             found = []
             for number in (signal.SIGKILL, signal.SIGINT, 0, 0):
-                command = [sys.executable, "-W", "ignore", "-c", KILLED, str(int(number))]
-                result = subprocess.run(command, capture_output=True, text=True, env=environment)
+                result = run_with_cache(folder, KILLED, str(int(number)))
                 found.append((result.returncode, result.stdout.split()))
         good = (0, ["False", "True"]), (0, ["True", "True"])
         self.assertEqual(found, [(-signal.SIGKILL, []), (-signal.SIGINT, []), *good])

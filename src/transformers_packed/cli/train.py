@@ -106,9 +106,8 @@ def _check_together(args: argparse.Namespace) -> None:
     ):
         if given and also:
             raise input_error(f"{option} without {other}", "both", f"Remove {other}.", option=option)
-    given = vars(args)
     for option, (other, why) in EXCLUDES.items():
-        if given[dest(option)] and given[dest(other)]:
+        if getattr(args, dest(option)) and getattr(args, dest(other)):
             raise input_error(f"no {other}", "it", why, option=option)
     if args.segment_tokens == AUTO and args.teacher:
         fix = "The plan of memory leaves teachers out."

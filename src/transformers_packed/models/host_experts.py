@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..errors import Rule, first_error
+from ..errors import Rule, check_rules
 from ..foreign import experts_of
 from .experts import is_known
 from .families import OWN, titles
@@ -56,8 +56,7 @@ def keep_experts_in_host_memory(model: Model) -> Model:
         *rules_of_experts(found),
         *rules_of_weights(model, found, "experts"),
     ]
-    if (error := first_error(rules)) is not None:
-        raise error
+    check_rules(rules)
     for module in found:
         check_weights(module)
     for module in found:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..errors import Rule, first_error
+from ..errors import Rule, check_rules
 from .experts import is_known
 from .host_experts import rules_of_experts, rules_of_weights
 from .host_parameters import (
@@ -57,20 +57,15 @@ def keep_layers_in_host_memory(model: Model) -> Model:
     ```
     """
     layers = [module for module in model.modules() if can_read_host_weights(module)]
-    if (error := first_error(_rules(model, layers))) is not None:
-        raise error
+    check_rules(_rules(model, layers))
     places = Counter(id(x) for module in model.modules() for x in module._parameters.values() if x is not None)
     parts = [(layer, _linears_of(layer, places), _experts_of(layer)) for layer in layers]
     trained = not any(linears or experts for _, linears, experts in parts)
     fix = "Call it after get_peft_model, which freezes them, or leave the layers on the GPU."
-    rule = trained, "decoder layers with large frozen weights", "small or trained ones alone", fix
-    if (error := first_error([rule])) is not None:
-        raise error
+    check_rules([(trained, "decoder layers with large frozen weights", "small or trained ones alone", fix)])
     for _, linears, experts in parts:
-        for module in experts:
+        for module in (*experts, *linears):
             check_weights(module)
-        for linear in linears:
-            check_weights(linear)
     for layer, linears, experts in parts:
         host = move_linears_to_host(layer, linears)
         for module in experts:

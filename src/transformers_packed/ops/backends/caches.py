@@ -100,8 +100,9 @@ class Turn:
     def end(self, is_done: bool) -> None:
         """Let the other processes go on. `is_done` is whether the kernels are in the cache."""
         if self._file is not None:
-            with suppress(OSError):
-                self._file.write(b"1" * is_done)
+            if is_done:
+                with suppress(OSError):
+                    self._file.write(b"1")
             self._close()
 
     def _close(self) -> None:
