@@ -61,7 +61,7 @@ PEAK_FLOPS = 989.4e12
 # Frozen weights that `make_base` makes.
 STORED = ("float8", "nf4", "fp8", "nvfp4", "awq")
 # The options that a result repeats.
-SETTINGS = "model weights tokens one_document optim checkpointing offload segment_tokens lora linear experts_in_host_memory layers_in_host_memory float8 graphs torch_compile waits ddp_find_unused_parameters comm_hook".split()
+SETTINGS = "model weights tokens one_document optim checkpointing offload keep_attention segment_tokens lora linear experts_in_host_memory layers_in_host_memory float8 graphs torch_compile waits ddp_find_unused_parameters comm_hook".split()
 
 
 def lengths_of(args, seed: int = 0) -> list[int]:
@@ -216,7 +216,7 @@ def measure(args, config: dict) -> dict:
     set_seed(0)
     checkpointing, optimizer = checkpointing_argument(), OPTIMIZERS.get(args.optim)
     options = {checkpointing: args.checkpointing}
-    given = {"offload": args.offload, "segment_tokens": args.segment_tokens}
+    given = {name: getattr(args, name) for name in ("offload", "keep_attention", "segment_tokens")}
     chosen = {name: value for name, value in given.items() if value is not None}
     if chosen:
         options[f"{checkpointing}_kwargs"] = {"use_reentrant": False} | chosen
@@ -330,6 +330,8 @@ def main() -> int:
     parser.add_argument("--checkpointing", action="store_true")
     offload = "keep the inputs of checkpointed layers in host memory (default: PackedTrainer decides)"
     parser.add_argument("--offload", action=argparse.BooleanOptionalAction, help=offload)
+    kept = "do not recompute attention (default: PackedTrainer decides)"
+    parser.add_argument("--keep-attention", action=argparse.BooleanOptionalAction, help=kept)
     parser.add_argument("--segment-tokens", type=int, metavar="N", help="let layers compute segments of N tokens")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers and experts")
     parser.add_argument("--linear", action="store_true", help="with --lora, none on experts")
@@ -351,8 +353,8 @@ def main() -> int:
     parser.add_argument("--scratch", default="/tmp/whole_steps", help="folder of the trainer's files")
     parser.add_argument("--output", type=Path, help="add the result to this JSON file")
     args = parser.parse_args()
-    if (args.offload is not None or args.segment_tokens) and not args.checkpointing:
-        parser.error("--offload, --no-offload and --segment-tokens need --checkpointing")
+    if not args.checkpointing and (args.offload is not None or args.keep_attention is not None or args.segment_tokens):
+        parser.error("--offload, --keep-attention and --segment-tokens need --checkpointing")
     on_host = on_host_of(args.experts_in_host_memory, args.layers_in_host_memory)
     if on_host and (not args.lora or args.weights not in ("bfloat16", *STORED[1:])):
         parser.error(f"--{on_host}-in-host-memory needs --lora and --weights of bfloat16, {', '.join(STORED[1:])}")

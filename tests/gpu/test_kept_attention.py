@@ -27,14 +27,21 @@ class KeptAttentionTest(unittest.TestCase):
         forward = sum("flash" in name and ("fwd" in name or "fprop" in name) for name in kernels)
         return found, forward
 
-    @parameterized.expand([((5000, 1, 700), "varlen_attn"), ((16384,), "cudnn")])
-    def test_runs_each_kernel_once(self, lengths, kernel):
+    @parameterized.expand(
+        [
+            ((5000, 1, 700), "varlen_attn", {"keep_attention": True}),
+            ((5000, 1, 700), "varlen_attn", {"keep_attention": True, "offload": True}),
+            ((16384,), "cudnn", {"keep_attention": True}),
+            ((16384,), "cudnn", {"keep_attention": "auto", "offload": True}),
+        ]
+    )
+    def test_runs_each_kernel_once(self, lengths, kernel, options):
         """With deterministic kernels, no bit changes."""
         torch.use_deterministic_algorithms(kernel == "varlen_attn")
         self.addCleanup(torch.use_deterministic_algorithms, False)
         model, batch = model_on_gpu(), on_gpu(packed_batch(random_documents(lengths)))
         expected, twice = self.run_with(model, batch)
-        actual, once = self.run_with(model, batch, keep_attention=True)
+        actual, once = self.run_with(model, batch, **options)
         self.assertIn(kernel, implementations_used()["attention"])
         self.assertEqual((once, twice), (1, 2))
         for name, gradient in expected.items():

@@ -1,10 +1,14 @@
 """Gradient checkpointing that does not compute attention again."""
 
+import gc
 import unittest
 from collections import Counter
+from functools import partial
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from common.late_copies import on_a_cpu
 from mixins.lora import all_linear, builtin_model
 from mixins.model import gradients, packed_batch
 from mixins.patch import documents
@@ -14,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from transformers_packed import patch_model
 from transformers_packed.models.versions import can_select_checkpoints
-from transformers_packed.ops.attention import keeping_attention
+from transformers_packed.ops import offload
+from transformers_packed.ops.kept_attention import keeping_attention
 
 
 KEPT = {"keep_attention": True}
@@ -77,6 +82,56 @@ class KeptAttentionTest(unittest.TestCase):
             self.assertEqual(after["forward"], after["backward"])
             self.assertEqual(after["backward"], before["backward"])
         self.assertGreater(before["backward"], 0)
+
+    @parameterized.expand([(True, 0, True), ("auto", 0, True), ("auto", 100, True), ("auto", 0, False)])
+    def test_in_host_memory(self, keep, long_document, has_room):
+        """`"auto"` keeps attention of long documents, where the host has room."""
+        model, batch = patch_model(builtin_model("qwen3_5")).train(), packed_batch(documents()) | {"use_cache": False}
+        expected, before = self.run_with(model, {"use_reentrant": False}, batch)
+        room = {} if has_room else {"free_host_memory": lambda: 0}
+        with on_a_cpu(64), mock.patch.multiple(offload, LONG_DOCUMENT=long_document, **room):
+            actual, after = self.run_with(model, {"keep_attention": keep}, batch, offload=has_room or "auto")
+        self.assertEqual([name for name in expected if not torch.equal(actual[name], expected[name])], [])
+        kept = has_room and long_document < 100
+        self.assertEqual(after["forward"], after["backward"] if kept else before["forward"])
+        if has_room:
+            (copies,) = model.host_checkpoints._copies.values()
+            # To the host and back, but for what was saved last.
+            self.assertEqual(copies.copies, 2 * copies.allocated - 1)
+            self.assertEqual(len(copies.free), copies.allocated)
+            # Kernels of attention return an output and the sums.
+            self.assertEqual(copies.allocated, len(model.model.layers) + kept * 2 * after["backward"])
+
+    def test_comes_back_before_its_use(self):
+        """Inputs from the last layer to the first, each followed by the attention of its layer. And it may again."""
+        x, found = torch.randn(4, 16, requires_grad=True), []
+
+        def layer(x):
+            return attention(x.t().sin(), 0.0).t() * 2
+
+        with on_a_cpu(5):
+            host = offload.HostCheckpoints()
+            fetch = mock.patch.object(offload._Saved, "fetch", autospec=True, side_effect=offload._Saved.fetch)
+            y = x
+            for _ in range(3):
+                run = partial(host, partial(checkpoint, use_reentrant=False))
+                y = run(layer, y, context_fn=partial(keeping_attention, host))
+            kept = [saved for saved in gc.get_objects() if isinstance(saved, offload._Saved)]
+            self.assertEqual([tuple(saved.stride) for saved in kept if saved.shape == (16, 4)], [(1, 16)] * 3)
+            CALLS.clear()
+            with fetch as fetched:
+                found.append(torch.autograd.grad(y.sum(), x, retain_graph=True)[0])
+            shapes = [tuple(call.args[0].shape) for call in fetched.call_args_list]
+            # Each but the first is fetched ahead, and then loaded.
+            back = [*[(16, 4)] * 2, *[(4, 16)] * 2]
+            self.assertEqual(shapes, [(4, 16), *back, *back, *back[:2]])
+            found.append(torch.autograd.grad(y.sum(), x)[0])
+        z = x
+        for _ in range(3):
+            z = 2 * z.sin()
+        expected = torch.autograd.grad(z.sum(), x)[0]
+        self.assertEqual(CALLS, [])
+        self.assertTrue(all(torch.allclose(gradient, expected) for gradient in found))
 
     @parameterized.expand(
         [

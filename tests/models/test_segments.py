@@ -23,7 +23,7 @@ from transformers_packed.models import padding, segments
 from transformers_packed.models.cuda_graphs import _reason_against_checkpointing
 from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.versions import can_cut_rows
-from transformers_packed.ops import causal_conv1d_qkv, earlier_keys, implementations_used
+from transformers_packed.ops import causal_conv1d_qkv, earlier_keys, implementations_used, offload
 from transformers_packed.ops.attention import attention_after_pieces
 from transformers_packed.parallel import RowShard
 from transformers_packed.training.callbacks.expert_load import ExpertLoad
@@ -149,6 +149,19 @@ class SegmentsTest(unittest.TestCase):
         self.assertEqual(attend.call_count - again, again / 2)
         self.assertLess(total_relative_error(actual, expected), 1e-12)
 
+    @parameterized.expand([(300,), (301,)])
+    def test_attention_of_long_documents_is_kept(self, long_document):
+        """A document is long by all of its tokens, also those in earlier segments."""
+        model, batch = patch_model(builtin_model("qwen3_5")).double(), make_batch((300,))
+        found = []
+        for keep in (False, "auto"):
+            with on_a_cpu(64), mock.patch.object(offload, "LONG_DOCUMENT", long_document):
+                found.append(step(segmented(model, keep_attention=keep, offload=True), batch)[1])
+            (copies,) = model.host_checkpoints._copies.values()
+            found.append(copies.allocated)
+        self.assertLess(total_relative_error(found[2], found[0]), 1e-12)
+        self.assertEqual(found[3] > found[1], long_document <= 300)
+
     @parameterized.expand([("sdpa",), ("eager",)])
     def test_gradients_cross_each_cut(self, attention):
         """The last token of a document depends on the first one, in each kind of layer, and no other document does."""
@@ -174,7 +187,14 @@ class SegmentsTest(unittest.TestCase):
         model = patch_model(all_linear("qwen3_5")).double()
         self.check(model, make_batch(ROWS["short and long documents"]), 1e-12)
 
-    @parameterized.expand([({"keep_attention": True},), ({"every_n_layers": 2},), ({"offload": True},)])
+    @parameterized.expand(
+        [
+            ({"keep_attention": True},),
+            ({"every_n_layers": 2},),
+            ({"offload": True},),
+            ({"offload": True, "keep_attention": True},),
+        ]
+    )
     def test_beside_other_options(self, options):
         model = patch_model(builtin_model("qwen3_5")).double()
         with on_a_cpu(64):

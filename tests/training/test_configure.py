@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from transformers_packed import IterablePackingDataset, configure_packing, pack_dataset
 from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.models.long_attention import keep_long_attention
 from transformers_packed.models.versions import can_select_checkpoints, supports_other_families
-from transformers_packed.ops.offload import HostCheckpoints
 from transformers_packed.training import setup
 from transformers_packed.training.callbacks.metrics import PackingMetricsCallback
 from transformers_packed.training.callbacks.weights import EveryGradient
@@ -149,9 +149,11 @@ class SetUpTest(ConfigureTestCase):
             with on_a_cpu(64):
                 said(trainer.train)
             functions = [layer._gradient_checkpointing_func for layer in trainer.model.model.layers]
-            self.assertEqual([isinstance(x.func, HostCheckpoints) for x in functions], [on_gpu] * len(functions))
+            self.assertEqual([x.func is keep_long_attention for x in functions], [on_gpu] * len(functions))
             losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        (copies,) = functions[0].func._copies.values()
+        host, inner = functions[0].args
+        self.assertIs(inner.func, host)
+        (copies,) = host._copies.values()
         self.assertGreater(copies.copies, 3 * len(functions))
         self.assertEqual(*losses)
         said(configure_packing, trainer, "off")
@@ -173,7 +175,10 @@ class SetUpTest(ConfigureTestCase):
             given = checkpointing | {"activation_checkpointing_kwargs": {"every_n_layers": 2}}
             trainer = self.trainer(args=given)
             said(configure_packing, trainer)
-            self.assertEqual(trainer.args.activation_checkpointing_kwargs, {"every_n_layers": 2, "offload": "auto"})
+            self.assertEqual(
+                trainer.args.activation_checkpointing_kwargs,
+                {"every_n_layers": 2, "offload": "auto", "keep_attention": "auto"},
+            )
 
     @parameterized.expand(
         [

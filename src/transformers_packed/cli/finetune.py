@@ -434,8 +434,8 @@ def make_trainer(
         options["every_n_layers"] = settings.every_n_layers
     if settings.offload is not None:
         options["offload"] = settings.offload
-    if settings.keep_attention:
-        options["keep_attention"] = True
+    if settings.keep_attention is not None:
+        options["keep_attention"] = settings.keep_attention
     if settings.segment_tokens:
         options["segment_tokens"] = settings.segment_tokens
     arguments = TrainingArguments(

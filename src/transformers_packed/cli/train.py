@@ -82,8 +82,8 @@ def add_options(parser: Parser) -> None:
     shared("--gradient-checkpointing")
     host = "keep inputs of checkpointed layers in host memory (default: where that costs no time)"
     add("--offload", action=argparse.BooleanOptionalAction, help=host)
-    kept = "do not recompute attention, which is faster for long documents"
-    add("--keep-attention", action="store_true", help=kept)
+    kept = "do not recompute attention (default: for long documents, in host memory)"
+    add("--keep-attention", action=argparse.BooleanOptionalAction, help=kept)
     count("--every-n-layers", "checkpoint every n-th layer (default: all layers)")
     cut = "compute layers in segments of N tokens, which needs less memory; auto: the longest that fit (default: whole rows)"
     add("--segment-tokens", type=segment_tokens, metavar=f"N|{AUTO}", help=cut)

@@ -30,6 +30,7 @@ from .experts import isolates
 from .families import OWN, families_of, titles
 from .family import Family, Own
 from .host_parameters import host_of
+from .long_attention import keep_long_attention
 from .quantized_weights import StoredWeight, tensors_of
 from .recordings import RecordedLayers, RecordedRow, Use, is_on_gpu, new_place, same_counts
 from .releases import checkpoint_of
@@ -411,9 +412,9 @@ def _reason_against_checkpointing(layers: Iterable[torch.nn.Module]) -> str:
         if not layer.gradient_checkpointing:
             continue
         function: Any = checkpoint_of(layer)
-        if _automatic(function):
+        while _automatic(function):
             # A graph keeps inputs of layers in its own memory.
-            function = function.args[0]
+            function = function.args[-1]
         options = getattr(function, "keywords", {})
         if getattr(function, "func", function) is not checkpoint or "context_fn" in options:
             return "gradient checkpointing offloads or selects what it saves, or cuts rows"
@@ -423,8 +424,8 @@ def _reason_against_checkpointing(layers: Iterable[torch.nn.Module]) -> str:
 
 
 def _automatic(function: Any) -> bool:
-    copies = getattr(function, "func", None)
-    return isinstance(copies, HostCheckpoints) and copies.automatic
+    run = getattr(function, "func", None)
+    return run is keep_long_attention or (isinstance(run, HostCheckpoints) and run.automatic)
 
 
 def _is_hooked(module: torch.nn.Module) -> bool:

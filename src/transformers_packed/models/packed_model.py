@@ -152,43 +152,47 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
 
             With `offload="auto"`, inputs of layers stay on the GPU where copies would cost time or too much host memory.
 
-            With `"keep_attention": True` in `activation_checkpointing_kwargs`, softmax attention is not computed again.
+            With `"keep_attention": True` in `activation_checkpointing_kwargs`, softmax attention is not computed again,
+            and its outputs are where the inputs of layers are. With `"auto"`, that holds for rows with documents of at
+            least 16,384 tokens, as far as the outputs are in host memory.
             With `"segment_tokens": n`, layers compute longer rows in segments of `n` tokens.
             """
             options = dict(activation_checkpointing_kwargs or {})
             # Trainers take them out, but TRL's pass all options on.
             every_n_layers = options.pop("every_n_layers", every_n_layers)
             offload = options.pop("offload", offload)
+            keep = options.pop("keep_attention", False)
+            segment_tokens = options.pop("segment_tokens", None)
+            for name, value in (("offload", offload), ("keep_attention", keep)):
+                if not isinstance(value, bool) and value != "auto":
+                    raise input_error(f'{name} of True, False or "auto"', repr(value))
+            accelerator = torch.accelerator.current_accelerator()
+            beside = bool(offload) and (accelerator is None or accelerator.type == "cuda")
+            if keep == "auto" and (not beside or options.get("use_reentrant") or "context_fn" in options):
+                keep = False
             # Late imports, because the ops import the compiler of PyTorch.
-            if options.pop("keep_attention", False):
-                from ..ops.attention import keeping_attention
+            if keep:
+                from ..ops.kept_attention import keeping_attention
 
                 if "context_fn" in options:
                     raise input_error("no context_fn with keep_attention", "one", "Leave it out.")
-                options = _without_reentrant(options, "keep_attention") | {"context_fn": keeping_attention}
-            segment_tokens = options.pop("segment_tokens", None)
+                options = _without_reentrant(options, "keep_attention")
             if segment_tokens is not None:
                 from .segments import check_size, in_segments
 
                 check_size(segment_tokens)
                 check_checkpointing("segment_tokens")
                 options = _without_reentrant(options, "segment_tokens")
-            if not isinstance(offload, bool) and offload != "auto":
-                raise input_error('offload of True, False or "auto"', repr(offload))
-            accelerator = torch.accelerator.current_accelerator()
-            beside = offload and (accelerator is None or accelerator.type == "cuda")
+            copies = _host_copies(self, offload == "auto") if beside else vars(self).pop(_COPIES, None)
+            if keep is True:
+                options["context_fn"] = partial(keeping_attention, copies) if beside else keeping_attention
             super().activation_checkpointing_enable(options or None, every_n_layers, offload is True and not beside)
-            copies = vars(self).pop(_COPIES, None)
             if beside:
-                from ..ops.offload import HostCheckpoints
-
-                # The buffers are used again, and must not keep the model.
-                model = weakref.ref(self)
-                needed = (lambda: bytes_of_moments(model())) if offload == "auto" else None
-                if copies is None or copies.automatic != (offload == "auto"):
-                    copies = HostCheckpoints(needed)
-                vars(self)[_COPIES] = copies
                 wrap_checkpoints(self, copies)
+            if keep == "auto":
+                from .long_attention import keep_long_attention
+
+                wrap_checkpoints(self, partial(keep_long_attention, copies))
             if segment_tokens is not None:
                 wrap_checkpoints(self, partial(in_segments, segment_tokens))
 
@@ -232,6 +236,19 @@ def bytes_of_moments(model: torch.nn.Module | None) -> int:
     """Return the bytes of two moments of each trained parameter, which AdamW has from the first step on."""
     parameters = () if model is None else model.parameters()
     return 2 * sum(x.numel() * x.element_size() for x in parameters if x.requires_grad)
+
+
+def _host_copies(model: torch.nn.Module, automatic: bool) -> Any:
+    """Return the copies of a model's checkpoints, with the buffers that it has already."""
+    from ..ops.offload import HostCheckpoints
+
+    copies = vars(model).get(_COPIES)
+    if copies is None or copies.automatic != automatic:
+        # They must not keep the model.
+        this = weakref.ref(model)
+        copies = HostCheckpoints((lambda: bytes_of_moments(this())) if automatic else None)
+    vars(model)[_COPIES] = copies
+    return copies
 
 
 def _without_reentrant(options: dict[str, Any], name: str) -> dict[str, Any]:

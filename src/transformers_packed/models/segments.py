@@ -176,15 +176,18 @@ def in_segments(
     outputs, handed = [], list[Any]()
     for (tokens, segment), x in zip(_segments_of(row, size), hidden_states.split(size, dim=1), strict=True):
         own = {name: _cut(name, value, tokens) for name, value in given.items()}
-        output, handed = checkpoint(_run, x, function, own, segment, handed)
+        # Others find the boundaries of what runs as those of a layer.
+        output, handed = checkpoint(partial(_run, boundaries=segment), x, function, own, handed)
         outputs.append(output)
     return torch.cat(outputs, dim=1)
 
 
-def _run(x: torch.Tensor, function: Callable, given: dict[str, Any], segment: RowSegment, earlier: Sequence[Any]):
+def _run(
+    x: torch.Tensor, function: Callable, given: dict[str, Any], earlier: Sequence[Any], *, boundaries: RowSegment
+):
     """Return the output of a segment, and what it hands on."""
     handed = Handed(earlier)
-    return function(x, **given, boundaries=replace(segment, handed=handed)), handed.later
+    return function(x, **given, boundaries=replace(boundaries, handed=handed)), handed.later
 
 
 def _cut(name: str, value: Any, tokens: slice) -> Any:

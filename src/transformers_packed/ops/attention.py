@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils.generic import is_flash_attention_requested
@@ -178,28 +177,6 @@ def kernel_for_earlier_keys(module, query: torch.Tensor, **options) -> str | Non
     if name == "sdpa" and not _verify_varlen_attn(module, query, **options):
         return "varlen_attn"
     return None
-
-
-def keeping_attention() -> tuple[Any, Any]:
-    """A `context_fn` of `torch.utils.checkpoint.checkpoint`: the backward does not compute softmax attention again.
-
-    For a layer it keeps the outputs of the kernel, `[T, H, D]` in the compute dtype and `[T, H]` in float32. Kernels with
-    dropout are computed again, and those that are no operators of torch, such as those for shared prompts on GPUs.
-    """
-    return create_selective_checkpoint_contexts(_keep)
-
-
-def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # Such as `aten._scaled_dot_product_cudnn_attention.default` and `torch_attn._varlen_attn.default`.
-    name = str(operator)
-    # Operators of higher order, such as `flex_attention`, have no schema.
-    schema = getattr(operator, "_schema", None)
-    if schema is not None and ("attn" in name or "attention" in name):
-        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        # A kernel that draws random numbers has to draw them again, or the dropout behind it would draw others.
-        if not any("dropout" in argument and value for argument, value in given.items()):
-            return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _flash_attention(module, query, key, value, *, boundaries, eager, keys=None, **kwargs):

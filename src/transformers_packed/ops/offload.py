@@ -6,6 +6,7 @@ buffers that are used again:
 
 * The copy of a layer's input starts before the layer and ends behind it. The input leaves the GPU at the next save.
 * In backward, the computation of a layer starts the copy of the input of the layer before it.
+* What a layer keeps beside its input, such as the output of attention, comes back when its own computation starts.
 
 So the GPU has at most two inputs, and the last one never leaves it. PyTorch's allocator of pinned memory rounds sizes up
 to powers of two. These buffers are registered with CUDA instead, and are at most a sixteenth larger than an input.
@@ -27,6 +28,7 @@ from typing import Any
 import psutil
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
 from ..errors import input_error
@@ -38,6 +40,9 @@ logger = logging.get_logger(__name__)
 # Bytes below which a copy takes longer than it is worth, and below which copies of all layers gain too little to be made
 # unasked: 0.4 GiB with 24 layers.
 _SMALLEST, SMALLEST_UNASKED = 1 << 20, 1 << 24
+# Tokens of a document from which on attention takes longer than a copy of its output: half of 4 n operations for each value
+# of 2 bytes, at 550 TFLOP/s and 55 GB/s. Shorter documents may leave the GPU waiting for the copy.
+LONG_DOCUMENT = 1 << 14
 # The most of the free memory of the host that automatic copies take, because pinned pages cannot be swapped out.
 _SHARE = 0.5
 # How many layers tell whether copies take longer than layers, and the share of its time that such a layer waits.
@@ -84,22 +89,36 @@ class HostCheckpoints:
             `ValueError`: `function` writes into one of its arguments, whose copy would then be of neither state.
             `MemoryError`: the host has no memory for the copies, which are not automatic.
         """
-        with saved_tensors_hooks(self._save, _load):
+        with saved_tensors_hooks(self.save, self.load):
             return checkpoint(function, *args, **kwargs)
 
     def __reduce__(self):
         # A copy of the model has its own buffers.
         return HostCheckpoints, (_none,) if self.automatic else ()
 
-    def _save(self, tensor: torch.Tensor) -> Any:
+    def save(self, tensor: torch.Tensor, inside: bool = False) -> Any:
+        """Return what [`load`] takes: a tensor that leaves the GPU, or `tensor` itself if it stays.
+
+        `inside` says that the function that runs has made it, and needs it in backward after its own inputs.
+        """
         if not leaves(tensor, SMALLEST_UNASKED if self.automatic else _SMALLEST):
             return tensor
         copies = self._copies.get(tensor.device)
         if copies is None:
             copies = self._copies[tensor.device] = Copies(tensor.device, self.needed)
-        before = copies.let_leave(tensor.nbytes)
+        last = copies.let_leave(tensor.nbytes)
         host = copies.take(tensor.nbytes)
-        return tensor if host is None else _Saved(tensor, copies, host, before)
+        return tensor if host is None else _Saved(tensor, copies, host, last, inside)
+
+    @staticmethod
+    def load(saved: Any) -> Any:
+        """Return a tensor on the GPU."""
+        return saved.load() if isinstance(saved, _Saved) else saved
+
+    @staticmethod
+    def has(saved: Any) -> bool:
+        """Whether any of these, in containers, is in host memory."""
+        return any(isinstance(x, _Saved) for x in tree_leaves(saved))
 
 
 def leaves(tensor: torch.Tensor, smallest: int) -> bool:
@@ -108,8 +127,8 @@ def leaves(tensor: torch.Tensor, smallest: int) -> bool:
 
 
 def all_checkpoints() -> AbstractContextManager:
-    """Let small tensors go to the host too meanwhile, as large ones do."""
-    return swapped(globals(), _SMALLEST=0, SMALLEST_UNASKED=0)
+    """Let small tensors, and attention of short documents, go to the host too meanwhile, as large ones do."""
+    return swapped(globals(), _SMALLEST=0, SMALLEST_UNASKED=0, LONG_DOCUMENT=0)
 
 
 def free_device_memory(device: torch.device) -> int:
@@ -132,10 +151,6 @@ def free_host_memory() -> int:
     return free
 
 
-def _load(saved: Any) -> torch.Tensor:
-    return saved.load() if isinstance(saved, _Saved) else saved
-
-
 class Copies:
     """Copies between a device and buffers of pinned memory, in order, and the tensor that was saved last.
 
@@ -145,7 +160,9 @@ class Copies:
 
     def __init__(self, device: torch.device, needed: Callable[[], int] | None = None):
         self.device, self.stream, self.free = device, torch.cuda.Stream(device), list[torch.Tensor]()
+        # What was saved last, and the last input of a function.
         self.last: Callable[[], _Saved | None] = _nothing
+        self.input: Callable[[], _Saved | None] = _nothing
         # Bytes of all buffers, and the most that they may have.
         self.bytes, self.most, self.needed = 0, math.inf, needed
         if needed is not None:
@@ -295,16 +312,30 @@ class _Saved:
     tensor: torch.Tensor | None
 
     def __init__(
-        self, tensor: torch.Tensor, copies: Copies, host: torch.Tensor, before: "Callable[[], _Saved | None]"
+        self,
+        tensor: torch.Tensor,
+        copies: Copies,
+        host: torch.Tensor,
+        last: "Callable[[], _Saved | None]",
+        inside: bool,
     ):
-        self.copies, self.before, self.loaded = copies, before, False
-        self.shape, self.dtype, self.host = tensor.shape, tensor.dtype, host
+        self.copies, self.loaded = copies, False
+        # Attention returns tensors with the heads before the tokens, but not in memory.
+        self.shape, self.stride = tensor.shape, torch.empty_like(tensor, device="meta").stride()
+        self.dtype, self.host = tensor.dtype, host
         self.hold(tensor)
         self.copied = copies.start(self.on_host(), tensor)
         copies.last = weakref.ref(self)
+        # The backward needs inputs from the last one to the first, and after each what its function made.
+        if not inside:
+            self.before, copies.input = copies.input, copies.last
+        elif (first := last()) is not None:
+            self.before, first.before = first.before, copies.last
+        else:
+            self.before = _nothing
 
     def load(self) -> torch.Tensor:
-        """Return the tensor on the device, and start the copy of the one that was saved before and is not used yet."""
+        """Return the tensor on the device, and start the copy of the one that is needed next."""
         self.check()
         tensor, self.loaded = self.fetch(), True
         self.leave()
@@ -319,7 +350,7 @@ class _Saved:
         """Return the tensor on the device, where it may not have arrived."""
         if self.tensor is not None:
             return self.tensor
-        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.copies.device)
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.copies.device)
         self.copied = self.copies.start(tensor, self.on_host())
         self.hold(tensor)
         return tensor
@@ -340,7 +371,8 @@ class _Saved:
             raise input_error("layers that leave their input as it is, with offload", got, "Leave offload out.")
 
     def on_host(self) -> torch.Tensor:
-        return self.host[: self.shape.numel() * self.dtype.itemsize].view(self.dtype).view(self.shape)
+        flat = self.host[: self.shape.numel() * self.dtype.itemsize].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
 
     def __del__(self, is_finalizing: Callable = sys.is_finalizing):
         # All copies use one stream, so the next use of the buffer waits for this one.

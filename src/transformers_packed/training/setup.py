@@ -391,12 +391,14 @@ def _of_arguments(facts: Facts) -> tuple[list[Change], str]:
         words += f"; Liger leaves {', '.join(kept)} to this package"
     given = getattr(args, f"{checkpointing_argument()}_kwargs") or {}
     copied = can_select_checkpoints() and compiles_kernels(args.device) and getattr(args, checkpointing_argument())
-    if copied and "offload" not in given and families_of(facts.trainer.model, Own):
+    options = {"offload": "auto", "keep_attention": "auto", **given}
+    if copied and options["offload"] and options != given and families_of(facts.trainer.model, Own):
         # Trainers of TRL read the older name when they turn checkpointing on again.
         names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-        options = {"offload": "auto", **given}
         changes += Change.of(args, **{name: options for name in names if hasattr(args, name)})
-        words += "; inputs of checkpointed layers go to host memory where that costs no time"
+        words += "; inputs of checkpointed layers go to host memory"
+        words += " where that costs no time" * (options["offload"] == "auto")
+        words += ", and attention of long documents" * (options["keep_attention"] == "auto")
     return changes, words
 
 

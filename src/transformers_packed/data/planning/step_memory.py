@@ -26,6 +26,7 @@ from ...models.memory import (
 from ...models.mtp_head import MtpHead
 from ...models.optimizers import DEFAULT, OPTIMIZERS, Optimizer
 from ...models.sizes import Experts, Layer, Sizes
+from ...ops.offload import LONG_DOCUMENT
 
 
 @dataclass(frozen=True)
@@ -181,9 +182,9 @@ def step_memory(
     """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
 
     `checkpointed` says which layers are, that of a head of multi-token prediction last. With `offload`, the GPU holds few
-    checkpoints at a time, and with `keep_attention` the outputs of attention. With `segment_tokens`, checkpointed layers
-    compute segments of a row of one document. `rows` are those of a step. Experts are spread over `expert_parallel` GPUs,
-    each of which has as many tokens.
+    checkpoints at a time, and no outputs of attention, which `keep_attention` keeps. With `segment_tokens`, checkpointed
+    layers compute segments of a row of one document. `rows` are those of a step. Experts are spread over
+    `expert_parallel` GPUs, each of which has as many tokens.
     """
     whole = not is_sharded(lora, optimizer)
     # DDP keeps the gradients in its buckets.
@@ -194,7 +195,10 @@ def step_memory(
     weights, gradients, states = _of_parameters(sizes, parameters, width, lora, optimizer)
     given = max_length, size, attention, stream
     segment = min(segment_tokens or tokens, tokens)
-    ways = _layers(sizes, *given, checkpointed, lora, expert_parallel, keep_attention, parameters.head > 0, segment)
+    # In host memory, attention of long documents is kept unasked.
+    outputs = offload and (keep_attention or max_length >= LONG_DOCUMENT)
+    kept_on_gpu = keep_attention and not offload
+    ways = _layers(sizes, *given, checkpointed, lora, expert_parallel, kept_on_gpu, parameters.head > 0, segment)
     # Checkpointing always keeps the input of a layer.
     checkpoint, checkpoints = stream * tokens * sizes.hidden, sum(way.again for way in ways)
     on_device = on_gpu(lora) if offload else len(ways)
@@ -221,7 +225,7 @@ def step_memory(
         saved=saved,
         working=max(loss, *(way.kept + way.made for way in ways)),
         most=max(most_at_loss, backward + at_layers, gradients / gpus + checkpoint + at_end),
-        host=checkpoints * checkpoint if offload else 0.0,
+        host=offload * checkpoints * checkpoint + outputs * _attention_outputs(sizes, checkpointed, tokens),
         weights_on_host=in_host_memory(sizes, parameters.layers, width, lora)[0],
     )
 
@@ -339,6 +343,12 @@ def _most_in_backward(
         most = max(most, gradients + below + min(checkpoints * checkpoint, limit) + way.kept + way.made)
         checkpoints -= way.again
     return most
+
+
+def _attention_outputs(sizes: Sizes, checkpointed: list[bool], tokens: int) -> float:
+    """Bytes of the outputs of attention in checkpointed layers."""
+    layers = [*sizes.layers, sizes.head]
+    return sum(attention_output(layer, tokens) for layer, again in zip(layers, checkpointed, strict=False) if again)
 
 
 def checkpointed_layers(config: PreTrainedConfig, every_n_layers: int, head: bool = False) -> list[bool]:

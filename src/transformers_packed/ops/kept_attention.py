@@ -1,0 +1,76 @@
+"""Gradient checkpointing that does not compute softmax attention again."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from .offload import HostCheckpoints
+
+
+def keeping_attention(host: HostCheckpoints | None = None, unasked: bool = False) -> tuple[Any, Any]:
+    """A `context_fn` of `torch.utils.checkpoint.checkpoint`: the backward does not compute softmax attention again.
+
+    For a layer it keeps the outputs of the kernel, `[T, H, D]` in the compute dtype and `[T, H]` in float32. Kernels with
+    dropout are computed again, and those that are no operators of torch, such as those for shared prompts on GPUs.
+
+    Args:
+        host ([`HostCheckpoints`], *optional*):
+            Keeps large outputs in host memory.
+        unasked (`bool`, *optional*, defaults to `False`):
+            Whether a kernel is computed again if its output would stay on the GPU.
+    """
+    if host is None or torch.compiler.is_compiling():
+        return create_selective_checkpoint_contexts(_keep)
+    kept: list[Any] = []
+    return _Keeping(kept, host, unasked), _Using(kept, host)
+
+
+class _Keeping(TorchDispatchMode):
+    """Notes the outputs of attention kernels, or `None` for those that are computed again."""
+
+    def __init__(self, kept: list[Any], host: HostCheckpoints, unasked: bool):
+        super().__init__()
+        self.kept, self.host, self.unasked = kept, host, unasked
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        found = operator(*args, **(kwargs or {}))
+        if _is_kept(operator, args, kwargs or {}):
+            # Autograd makes these tensors the outputs of a node, which would keep itself.
+            saved = tree_map_only(torch.Tensor, lambda x: self.host.save(x.detach(), inside=True), found)
+            self.kept.append(None if self.unasked and not self.host.has(saved) else saved)
+        return found
+
+
+class _Using(TorchDispatchMode):
+    """Returns what was kept, in the same order, each time that a layer is computed again."""
+
+    def __init__(self, kept: list[Any], host: HostCheckpoints):
+        super().__init__()
+        self.kept, self.host = kept, host
+
+    def __enter__(self):
+        self.left = iter(self.kept)
+        return super().__enter__()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        saved = next(self.left) if _is_kept(operator, args, kwargs or {}) else None
+        return operator(*args, **(kwargs or {})) if saved is None else tree_map(self.host.load, saved)
+
+
+def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_kept(operator, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    # Such as `aten._scaled_dot_product_cudnn_attention.default` and `torch_attn._varlen_attn.default`.
+    name = str(operator)
+    # Operators of higher order, such as `flex_attention`, have no schema.
+    schema = getattr(operator, "_schema", None)
+    if schema is None or not ("attn" in name or "attention" in name):
+        return False
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    # A kernel that draws random numbers has to draw them again, or the dropout behind it would draw others.
+    return not any("dropout" in argument and value for argument, value in given.items())
