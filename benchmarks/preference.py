@@ -44,7 +44,12 @@ from shapes import GROUPS, LORA_LAYERS, MODELS
 from step import earlier_report, machine_name, profile, seconds_of_steps
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast, set_seed
 
-from transformers_packed import DataCollatorWithFlattening, configure_packing, patch_model
+from transformers_packed import (
+    DataCollatorWithFlattening,
+    configure_packing,
+    keep_layers_in_host_memory,
+    patch_model,
+)
 from transformers_packed.models.losses import DivergenceLoss
 from transformers_packed.ops import implementations_used
 
@@ -210,6 +215,9 @@ def distillation_step(arm: str, config: dict, args):
 
     kind = "ours" if arm == "rows" else "padded"
     models = [make_model(x, kind, args.device) for x in (config, MODELS[args.teacher])]
+    if args.teacher_in_host_memory and arm != "trl":
+        teacher = patch_model(models[1].bfloat16().cpu()).requires_grad_(False)
+        models[1] = keep_layers_in_host_memory(teacher).to(args.device)
     draw, vocab, prompt = random.Random(0), config["vocab_size"], args.prompt or 512
     mean, sigma = args.answer or 300, 0.8
     lengths = [round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)) for _ in range(args.prompts)]
@@ -307,6 +315,8 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=4, help="groups of a GRPO step")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step of distillation")
     parser.add_argument("--teacher", choices=MODELS, default="9B", help="teacher of the distillation")
+    host = "keep the large weights of the teacher in host memory, except in the arm of TRL"
+    parser.add_argument("--teacher-in-host-memory", action="store_true", help=host)
     parser.add_argument("--prompt", type=int, help="tokens of a prompt, instead of 512 or 1,024")
     parser.add_argument("--answer", type=int, help="mean tokens of an answer, instead of 300 or 512")
     parser.add_argument("--lora", action="store_true", help="LoRA in the other steps too")
@@ -323,7 +333,11 @@ def main() -> int:
             "dpo": {"pairs": args.pairs},
             "reward": {"pairs": args.pairs},
             "grpo": {"groups": args.groups},
-            "distillation": {"prompts": args.prompts, "teacher": args.teacher},
+            "distillation": {
+                "prompts": args.prompts,
+                "teacher": args.teacher,
+                "teacher_in_host_memory": args.teacher_in_host_memory,
+            },
         }[args.task]
         run = {"command": shlex.join(["python", *sys.argv]), "task": args.task, "model": model, **sizes}
         always = args.task in ("dpo", "reward")

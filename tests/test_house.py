@@ -16,7 +16,8 @@ LATE_IMPORTS = (
     ("training/losses.py", "ops"),  # the compiler of torch, for one kind of head
     ("models/trl_head.py", "ops"),  # the compiler of torch, for models that a trainer of TRL has changed
     ("models/packed_model.py", "ops.offload"),  # the compiler of torch, for checkpoints in host memory
-    ("models/packed_model.py", "ops.attention"),  # the compiler of torch, for checkpoints that keep attention
+    ("models/packed_model.py", "ops.kept_attention"),  # the compiler of torch, for checkpoints that keep attention
+    ("models/packed_model.py", "models.long_attention"),  # the same, for rows with long documents
     ("models/packed_model.py", "models.segments"),  # the compiler of torch, for layers that cut rows
     ("models/quantized_weights.py", "ops.dequantization"),  # the compiler of torch, for experts in 4 bit
     ("models/versions.py", "ops.dispatch"),  # the compiler of torch, for compiled models
@@ -53,6 +54,7 @@ CHANGES = {
     ("models/registry.py", "set_switches"),
     ("models/packed_model.py", "Switch.__set__"),
     ("models/packed_model.py", "Switch.__delete__"),
+    ("models/packed_model.py", "_host_copies"),
     ("models/float8.py", "use_float8"),
     ("ops/invariance.py", "_allow"),
     ("models/mtp_head.py", "MtpHead.__init__"),

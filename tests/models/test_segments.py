@@ -128,12 +128,12 @@ class SegmentsTest(unittest.TestCase):
         # Each row has a document in two segments.
         self.assertTrue(calls.called)
 
-    def test_the_smallest_segments_are_for_models_that_cut_rows(self):
+    def test_few_segments_are_for_models_that_cut_rows(self):
         """Others compute a batch without padding as it is, also in the check before the first step."""
         model = patch_model(builtin_model("qwen3_5")).train()
         for cut, enable in ((False, whole), (True, segmented)):
             enable(model)
-            for context in (nullcontext, segments.smallest_segments):
+            for context in (nullcontext, segments.few_segments):
                 with context():
                     self.assertEqual(segments.cuts_rows(model.model, SEGMENT + 1), cut)
 

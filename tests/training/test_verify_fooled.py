@@ -225,8 +225,9 @@ class SegmentsTest(FooledTestCase):
         trainer, sizes, cut = self.configured(), [], segments._segments_of
         with mock.patch.object(segments, "_segments_of", lambda row, size: sizes.append(size) or cut(row, size)):
             self.assertIn("Verified packing on 3 documents", said(trainer.train)[0])
-        self.assertEqual(set(sizes), {64})
-        self.assertEqual(segments._largest, float("inf"))
+        self.assertEqual((min(sizes), max(sizes) % 64), (64, 0))
+        self.assertLess(max(sizes), 512)
+        self.assertEqual(segments._fewest, 1)
 
 
 def sensitive(dtype=torch.float32):

@@ -35,8 +35,8 @@ logger = logging.get_logger(__name__)
 
 # The smallest segment: a chunk of the delta rules, which is longer than the window of any convolution.
 _SMALLEST = 64
-# The largest segment. `smallest_segments` lowers it.
-_largest = math.inf
+# The fewest segments of a row, unless they would be smaller. `few_segments` raises it.
+_fewest = 1
 _NAME = "segment_tokens"
 
 
@@ -122,7 +122,7 @@ def cuts_rows(model: torch.nn.Module, length: int) -> bool:
         return False
     layers: Any = model.layers
     tokens = segment_tokens_of(layers)
-    return tokens < math.inf and min(tokens, _largest) < length
+    return tokens < math.inf and _size(tokens, length) < length
 
 
 def segment_tokens_of(layers: Iterable[torch.nn.Module]) -> float:
@@ -131,9 +131,14 @@ def segment_tokens_of(layers: Iterable[torch.nn.Module]) -> float:
     return min((x.args[0] for x in functions if getattr(x, "func", None) is in_segments), default=math.inf)
 
 
-def smallest_segments() -> AbstractContextManager:
-    """Let layers that cut long rows cut short ones too meanwhile, into the smallest segments."""
-    return swapped(globals(), _largest=_SMALLEST)
+def few_segments() -> AbstractContextManager:
+    """Let layers that cut long rows cut short ones too meanwhile, so that each kind of a cut occurs and few others."""
+    return swapped(globals(), _fewest=4)
+
+
+def _size(asked: float, length: int) -> int:
+    """Return the tokens per segment of a row with so many tokens."""
+    return int(min(asked, max(_SMALLEST, -(-length // (_fewest * _SMALLEST)) * _SMALLEST)))
 
 
 @torch.compiler.disable(reason="segments of rows differ in the lengths of their documents")
@@ -160,7 +165,7 @@ def in_segments(
     Raises:
         `ValueError`: a longer row, or an argument of the layer, cannot be cut.
     """
-    asked, size = size, int(min(size, _largest))
+    asked, size = size, _size(size, hidden_states.shape[1]) if hidden_states.ndim == 3 else size
     # Layers of vision towers take patches `[n, hidden]`.
     if hidden_states.ndim != 3 or hidden_states.shape[1] <= size:
         return checkpoint(function, hidden_states, *args, **kwargs)

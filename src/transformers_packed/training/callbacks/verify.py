@@ -40,7 +40,7 @@ from ...errors import alternatives, described, input_error, is_out_of_memory
 from ...models.cuda_graphs import without_graphs
 from ...models.losses import losses_of
 from ...models.registry import inner_model
-from ...models.segments import smallest_segments
+from ...models.segments import few_segments
 from ...ops.compilations import tuned_in_threads
 from ...ops.offload import all_checkpoints
 from ..apply import Setup, undo
@@ -183,7 +183,7 @@ class VerifyCallback(TrainerCallback):
         # No graph is worth recording for a short row, no segment of training is that short, and no input that small.
         with (
             without_graphs(model),
-            smallest_segments(),
+            few_segments(),
             all_checkpoints(),
             as_before(model),
             same_trainer(trainer, model, loader) as state,
