@@ -19,7 +19,7 @@ from common.commands import run_command
 from common.families import tiny_config
 from common.late_experts import copied_on_a_cpu
 from common.optimizers import flashoptim
-from common.processes import EXPERTS, run_processes
+from common.processes import EXPERTS, run_processes, run_script
 from common.records import THINKING, assistant, make_tokenizer, records, user
 from common.shown import shows, shows_for_each
 from mixins.model import total_relative_error
@@ -803,6 +803,18 @@ class CommandTest(unittest.TestCase):
         self.assertIn("\nLayers in host memory: 0.0 GiB.\n", out)
         self.assertGreater(len(names_in_host_memory(self.trainers[-1].model)), 4 * len(TEXT_CONFIG["layer_types"]))
         self.check_same_weights(whole, self.output)
+
+    def test_experts_in_host_memory_of_two_processes(self):
+        """The processes of a launcher have no group when they load the model, and share its experts all the same."""
+        command = [f"--model={self.root / 'mixture'}", f"--data={self.root / 'pairs.jsonl'}", "--max-steps=2"]
+        command += ["--lora", "--lora-rank=4", "--learning-rate=0.05", "--experts-in-host-memory"]
+        script = self.directory / "command.py"
+        script.write_text("from transformers_packed.cli import main\nmain()\n")
+        first, second = run_script(script, "train", *command, f"--output={self.output}", processes=2)
+        self.assertEqual((first.status, second.status), (0, 0), first.stderr + second.stderr)
+        self.assertIn("\nExperts in host memory: 0.0 GiB, once for all processes of a machine.\n", first.stdout)
+        self.assertNotIn("host memory", first.stderr + second.stderr)
+        self.assertTrue((self.output / "adapter_model.safetensors").exists())
 
     def test_experts_in_host_memory_of_other_runs(self):
         option = "--experts-in-host-memory"
