@@ -89,6 +89,19 @@ BAD_FILES = [
 ]
 
 
+# A script that prints how many bytes of weights in host memory are shared after the command, and how many there are.
+TRAINS_AND_COUNTS = """
+from transformers_packed.cli import finetune, main
+from transformers_packed.models.host_experts import bytes_in_host_memory, shared_bytes
+
+trainers, make = [], finetune.make_trainer
+finetune.make_trainer = lambda *args: trainers.append(make(*args)) or trainers[-1]
+main()
+(trainer,) = trainers
+print(shared_bytes(trainer.model), bytes_in_host_memory(trainer.model), flush=True)
+"""
+
+
 def train_here(model, data, output, *arguments):
     """Run the command in one of several processes."""
     return run_command("train", "--model", model, "--data", data, "--output", output, *arguments)
@@ -806,14 +819,19 @@ class CommandTest(unittest.TestCase):
 
     def test_experts_in_host_memory_of_two_processes(self):
         """The processes of a launcher have no group when they load the model, and share its experts all the same."""
+        self.save_mixture()
         command = [f"--model={self.root / 'mixture'}", f"--data={self.root / 'pairs.jsonl'}", "--max-steps=2"]
         command += ["--lora", "--lora-rank=4", "--learning-rate=0.05", "--experts-in-host-memory"]
         script = self.directory / "command.py"
-        script.write_text("from transformers_packed.cli import main\nmain()\n")
+        script.write_text(TRAINS_AND_COUNTS)
         first, second = run_script(script, "train", *command, f"--output={self.output}", processes=2)
         self.assertEqual((first.status, second.status), (0, 0), first.stderr + second.stderr)
         self.assertIn("\nExperts in host memory: 0.0 GiB, once for all processes of a machine.\n", first.stdout)
         self.assertNotIn("host memory", first.stderr + second.stderr)
+        # The training has not made a process copy them.
+        for process in (first, second):
+            shared, on_host = map(int, process.stdout.split()[-2:])
+            self.assertEqual((shared, on_host > 0), (on_host, True))
         self.assertTrue((self.output / "adapter_model.safetensors").exists())
 
     def test_experts_in_host_memory_of_other_runs(self):

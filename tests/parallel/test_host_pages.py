@@ -169,6 +169,11 @@ def other_container(rank, lists, stack):
     stack.enter_context(mock.patch.object(host_pages, "_machine", lambda: [rank]))
 
 
+def alone_in_its_group(rank, lists, stack):
+    """The launcher has started others, which are in no group with this process."""
+    stack.enter_context(mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="8"))
+
+
 def other_machine(rank, lists, stack):
     stack.enter_context(mock.patch.dict(os.environ, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"))
 
@@ -194,6 +199,7 @@ CASES = {
         other_user,
         another_file,
         other_container,
+        alone_in_its_group,
         other_machine,
         no_variables,
     )
@@ -315,8 +321,8 @@ class SharedTest(unittest.TestCase):
         differ = f"{begin}process 1: its weights are not those of process 0, and DDP leaves both as they are, so load the same"
         check("other_values", [True, True, False, True], differ, every)
         check("other_shapes", [True, False, True, True], differ, every)
-        check("more_lists", [*every, False], None, every)
-        check("fewer_lists", every[:3], None, every)
+        check("more_lists", [*every, False], differ, every)
+        check("fewer_lists", every[:3], differ, every)
         check("not_a_number", every)
         check("nothing_to_keep", [False, False])
         no_memory = f"{begin}process 0: the system gives no memory that it could share "
@@ -330,6 +336,7 @@ class SharedTest(unittest.TestCase):
             "other_container", whole, "Only 1 of 2 processes of this machine can share weights in host memory, 0.0 GiB"
         )
         check("other_machine", whole)
+        check("alone_in_its_group", every)
         check("no_variables", every)
 
     def test_a_change_stays_in_its_process(self):

@@ -77,7 +77,7 @@ def shared_pages(sizes: Iterable[int]) -> Iterator[Place]:
         else:
             pages = _Found(first, processes.exchange(None)[first])
             yield pages.place
-        reasons = processes.exchange(pages.reason)
+        reasons = processes.exchange(pages.why())
         pages.close()
         _warn(most, processes.rank == first, reasons)
     processes.warn_if_apart(most)
@@ -95,7 +95,7 @@ class _Processes:
         self.call = self.store.add(f"{self.rank}", 1)
         # Launchers number the processes of a machine in a row. Others may be in containers of their own.
         first = max(self.rank - int(os.environ.get("LOCAL_RANK", self.rank)), 0)
-        self.launched = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        self.launched = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
         self.ranks = list(range(first, min(first + self.launched, world)))
         machines = self.exchange(_machine())
         self.ranks = [rank for rank, machine in machines.items() if machine == machines[self.rank]]
@@ -173,6 +173,10 @@ class _Written:
         place = {"process": os.getpid(), "file": self.file, "identity": _identity(self.file)}
         return place | {"size": self.size, "lists": self.lists}
 
+    def why(self) -> str:
+        """Why not all lists are shared."""
+        return self.reason
+
     def close(self) -> None:
         """Close the file. Mappings keep it."""
         if self.file is not None:
@@ -189,7 +193,10 @@ class _Found:
     """Pages that another process has written."""
 
     def __init__(self, first: int, found: dict[str, Any] | None):
-        self.first, self.reason, self.left = first, "", iter(found["lists"] if found else [])
+        self.first, self.reason = first, ""
+        # Where the first process has put its lists that have not been asked for.
+        self.left: list[tuple[int, str] | None] = []
+        self.mapped: _Mapped | None = None
         if found is None:
             return
         try:
@@ -197,28 +204,40 @@ class _Found:
             try:
                 if _identity(file) != found["identity"]:
                     raise OSError(0, "it is another file")
-                self.mapped = _Mapped(file, found["size"])
+                self.mapped, self.left = _Mapped(file, found["size"]), found["lists"]
             finally:
                 os.close(file)
         except OSError as error:
-            self.left = iter([])
             self.reason = f"it cannot open the memory of process {first} ({error.strerror}), so run all as one user"
 
     def place(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         own = own_pages(tensors)
-        found = next(self.left, None)
-        if found is None:
+        if self.mapped is None:
             return own
-        start, sizes = found
-        if sizes == str(sizes_of(tensors)):
-            shared, private = self.mapped.at(start, bytes_of(tensors))
-            if are_equal(shared, own[0]):
-                return shared, private
+        if self.left:
+            place = self.left.pop(0)
+            if place is None:
+                # The first process has it in pages of its own too, and says why.
+                return own
+            start, sizes = place
+            if sizes == str(sizes_of(tensors)):
+                shared, private = self.mapped.at(start, bytes_of(tensors))
+                if are_equal(shared, own[0]):
+                    return shared, private
+        self._differs()
+        return own
+
+    def why(self) -> str:
+        """Why not all lists are shared."""
+        if self.left:
+            self._differs()
+        return self.reason
+
+    def _differs(self) -> None:
         self.reason = (
             f"its weights are not those of process {self.first}, and DDP leaves both as they are, so load the same "
             "checkpoint in each"
         )
-        return own
 
     def close(self) -> None:
         """Do nothing: mappings are all that is left."""
