@@ -19,7 +19,7 @@ from common.commands import run_command
 from common.families import tiny_config
 from common.late_experts import copied_on_a_cpu
 from common.optimizers import flashoptim
-from common.processes import EXPERTS, run_processes
+from common.processes import EXPERTS, run_processes, run_script
 from common.records import THINKING, assistant, make_tokenizer, records, user
 from common.shown import shows, shows_for_each
 from mixins.model import total_relative_error
@@ -87,6 +87,19 @@ BAD_FILES = [
     ("refused", GOOD + b'{"messages": [{"role": "assistant", "content": "a"}]}\n', 2, "an error \\(No question.\\)"),
     ("empty", b"", None, "--data: expected at least one record, got none"),
 ]
+
+
+# A script that prints how many bytes of weights in host memory are shared after the command, and how many there are.
+TRAINS_AND_COUNTS = """
+from transformers_packed.cli import finetune, main
+from transformers_packed.models.host_experts import bytes_in_host_memory, shared_bytes
+
+trainers, make = [], finetune.make_trainer
+finetune.make_trainer = lambda *args: trainers.append(make(*args)) or trainers[-1]
+main()
+(trainer,) = trainers
+print(shared_bytes(trainer.model), bytes_in_host_memory(trainer.model), flush=True)
+"""
 
 
 def train_here(model, data, output, *arguments):
@@ -803,6 +816,23 @@ class CommandTest(unittest.TestCase):
         self.assertIn("\nLayers in host memory: 0.0 GiB.\n", out)
         self.assertGreater(len(names_in_host_memory(self.trainers[-1].model)), 4 * len(TEXT_CONFIG["layer_types"]))
         self.check_same_weights(whole, self.output)
+
+    def test_experts_in_host_memory_of_two_processes(self):
+        """The processes of a launcher have no group when they load the model, and share its experts all the same."""
+        self.save_mixture()
+        command = [f"--model={self.root / 'mixture'}", f"--data={self.root / 'pairs.jsonl'}", "--max-steps=2"]
+        command += ["--lora", "--lora-rank=4", "--learning-rate=0.05", "--experts-in-host-memory"]
+        script = self.directory / "command.py"
+        script.write_text(TRAINS_AND_COUNTS)
+        first, second = run_script(script, "train", *command, f"--output={self.output}", processes=2)
+        self.assertEqual((first.status, second.status), (0, 0), first.stderr + second.stderr)
+        self.assertIn("\nExperts in host memory: 0.0 GiB, once for all processes of a machine.\n", first.stdout)
+        self.assertNotIn("host memory", first.stderr + second.stderr)
+        # The training has not made a process copy them.
+        for process in (first, second):
+            shared, on_host = map(int, process.stdout.split()[-2:])
+            self.assertEqual((shared, on_host > 0), (on_host, True))
+        self.assertTrue((self.output / "adapter_model.safetensors").exists())
 
     def test_experts_in_host_memory_of_other_runs(self):
         option = "--experts-in-host-memory"

@@ -1,16 +1,20 @@
 """Weights in host memory: the models, rows and comparisons that tests of experts and of decoder layers share."""
 
+import copy
 import unittest
+from contextlib import nullcontext
 from unittest import mock
 
 import torch
+from common.late_experts import copied_on_a_cpu
+from common.processes import run_processes
 from common.sharded import batch, wrapped_by
 from mixins.model import packed_batch
 from mixins.patch import CONFIGS, builtin_model
 
 from transformers_packed import patch_model
 from transformers_packed.models import host_parameters
-from transformers_packed.models.host_experts import names_in_host_memory
+from transformers_packed.models.host_experts import bytes_in_host_memory, names_in_host_memory, shared_bytes
 from transformers_packed.models.releases import IGNORED_BY_DDP
 
 
@@ -51,21 +55,66 @@ def run(model):
     return found
 
 
-def ddp_gradients(model, keep=None):
-    """The gradients of a model in DDP, and the names that this ignores, those in host memory if `keep` moves weights."""
-    ignored = []
-    if keep is not None:
-        ignored = names_in_host_memory(keep(model))
-        setattr(model, IGNORED_BY_DDP, ignored)
-    wrapped = wrapped_by("ddp", model)
-    wrapped(**batch(torch.distributed.get_rank())).loss.backward()
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}, ignored
+def ddp_steps(model, keep=None):
+    """The losses of steps in DDP and the weights after them, and if `keep` moves weights, the names that DDP ignores.
+
+    Weights in host memory are on shared pages, and the products read copies of these.
+    """
+    ignored, losses = [], []
+    with copied_on_a_cpu() if keep is not None else nullcontext() as copies:
+        if keep is not None:
+            ignored = names_in_host_memory(keep(model))
+            assert shared_bytes(model) == bytes_in_host_memory(model) > 0
+            setattr(model, IGNORED_BY_DDP, ignored)
+        wrapped = wrapped_by("ddp", model)
+        optimizer = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = wrapped(**batch(torch.distributed.get_rank())).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert copies is None or copies.copies.copies > 0
+        # Nothing has made the weights leave the shared pages.
+        assert keep is None or shared_bytes(model) == bytes_in_host_memory(model)
+    trained = {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
+    return {"losses": torch.stack(losses)}, trained, ignored
+
+
+def merges(model, keep):
+    """What each of several processes finds that merges adapters into weights on shared pages, and takes them out."""
+    plain, row = copy.deepcopy(model), packed_batch(ROWS[0], "cu_seqlens")
+    keep(model)
+    with copied_on_a_cpu():
+        model(**row)
+        shared = [shared_bytes(model)]
+        before = model(**row).logits
+        # One process after the other.
+        for rank in range(torch.distributed.get_world_size()):
+            if rank == torch.distributed.get_rank():
+                model.merge_adapter()
+            torch.distributed.barrier()
+        merged = model(**row).logits
+        shared.append(shared_bytes(model))
+        plain.merge_adapter()
+        with mock.patch.object(host_parameters, "is_apart", lambda device: False):
+            same = torch.equal(merged, plain(**row).logits)
+        return same, (merged - before).abs().max() < 1e-4, shared
 
 
 class OnHostTestCase(unittest.TestCase):
     def assert_same(self, actual, expected):
         self.assertEqual(actual.keys(), expected.keys())
         self.assertEqual([name for name, x in expected.items() if not torch.equal(actual[name], x)], [])
+
+    def check_two_processes(self, ddp):
+        """Two processes train as with weights on the device. `ddp(on_host)` is [`ddp_steps`]. Return what DDP ignores."""
+        found, others = run_processes(ddp, 2, True), run_processes(ddp, 2, False)
+        for (losses, weights, _), (expected, trained, _) in zip(found, others, strict=True):
+            self.assert_same(losses, expected)
+            self.assert_same(weights, trained)
+            self.assert_same(weights, found[0][1])
+        return found[0][2]
 
     def check_replaced(self, model, module, name, copies):
         """Whoever changes a weight in host memory changes what the next forward reads on the device."""

@@ -13,7 +13,7 @@ from common.processes import run_processes
 from common.shown import shows_for_each
 from mixins.lora import randomized
 from mixins.model import packed_batch
-from mixins.on_host import ROWS, OnHostTestCase, ddp_gradients, four_layers, gradients, run
+from mixins.on_host import ROWS, OnHostTestCase, ddp_steps, four_layers, gradients, merges, run
 from mixins.patch import builtin_model
 from ops.test_grouped_dequantization import random_groups
 from parameterized import parameterized
@@ -185,15 +185,25 @@ class TrainingTest(OnHostTestCase):
             self.check_replaced(model, module, "down_proj", copies)
 
     def test_two_processes(self):
-        (found, ignored), (other, _) = run_processes(ddp, 2, True)
-        self.assert_same(found, other)
-        self.assert_same(found, run_processes(ddp, 2, False)[0][0])
+        """They have the experts once, and train as with experts on the device."""
+        ignored = self.check_two_processes(ddp)
         self.assertEqual(len(ignored), 8)
         self.assertTrue(all("experts.base_layer" in name for name in ignored))
 
+    def test_two_processes_that_merge(self):
+        """Each one merges its adapters into its own weights."""
+        for same, near, shared in run_processes(merge, 2):
+            self.assertTrue(same and near)
+            self.assertGreater(shared[0], 0)
+            self.assertEqual(shared[1], 0)
+
 
 def ddp(on_host):
-    return ddp_gradients(mixture(), keep_experts_in_host_memory if on_host else None)
+    return ddp_steps(mixture(), keep_experts_in_host_memory if on_host else None)
+
+
+def merge():
+    return merges(mixture(), keep_experts_in_host_memory)
 
 
 class MovesTest(OnHostTestCase):

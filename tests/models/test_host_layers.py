@@ -11,10 +11,9 @@ from unittest import mock
 import torch
 from common.blocks import stored_and_plain
 from common.late_experts import copied_on_a_cpu
-from common.processes import run_processes
 from mixins.lora import randomized
 from mixins.model import packed_batch
-from mixins.on_host import ROWS, OnHostTestCase, ddp_gradients, four_layers, gradients, loss_of, run
+from mixins.on_host import ROWS, OnHostTestCase, ddp_steps, four_layers, gradients, loss_of, run
 from mixins.patch import CONFIGS, builtin_model, on_a_gpu
 from ops.test_grouped_dequantization import random_groups
 from parameterized import parameterized
@@ -267,9 +266,8 @@ class TrainingTest(HostLayersTestCase):
             self.check_replaced(model, layers_of(model)[0].mlp.up_proj, "weight", copies)
 
     def test_two_processes(self):
-        (found, ignored), (other, _) = run_processes(ddp, 2, True)
-        self.assert_same(found, other)
-        self.assert_same(found, run_processes(ddp, 2, False)[0][0])
+        """They have the layers once, and train as with layers on the device."""
+        ignored = self.check_two_processes(ddp)
         self.assertGreater(len(ignored), 4 * 4)
 
     def test_a_copy_of_the_model(self):
@@ -286,7 +284,7 @@ class TrainingTest(HostLayersTestCase):
 
 def ddp(on_host):
     with mock.patch.object(host_parameters, "SMALLEST", SMALL):
-        return ddp_gradients(tiny(), keep_layers_in_host_memory if on_host else None)
+        return ddp_steps(tiny(), keep_layers_in_host_memory if on_host else None)
 
 
 class MovesTest(HostLayersTestCase):

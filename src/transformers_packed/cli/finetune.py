@@ -30,7 +30,7 @@ from ..models.checkpoint_kinds import stored_as
 from ..models.cuda_graphs import graph_length, use_cuda_graphs
 from ..models.families import EXPERT_WEIGHTS, OWN, SIZED, family_of, sizes_of, titles
 from ..models.float8 import use_float8
-from ..models.host_experts import bytes_in_host_memory, keep_experts_in_host_memory
+from ..models.host_experts import bytes_in_host_memory, keep_experts_in_host_memory, shared_bytes
 from ..models.host_layers import keep_layers_in_host_memory
 from ..models.host_parameters import loading_to_host
 from ..models.lora import adapted_layers
@@ -338,12 +338,27 @@ def load_model(source: str, settings: Namespace, dtype: torch.dtype) -> PreTrain
         model = load_weights("--model", source, AutoModelForCausalLM, **options)
     model = with_adapters(model, settings) if settings.lora else model
     if on_host:
+        form_group(settings)
         keep_layers_in_host_memory(model) if layers else keep_experts_in_host_memory(model)
         if getattr(inner_model(model), "is_loaded_in_4bit", False):
             # PEFT puts adapters beside the weights.
             model.to(device_of_this_process())
-        say(f"{'Layers' if layers else 'Experts'} in host memory: {bytes_in_host_memory(model) / 2**30:,.1f} GiB.")
+        say(f"{'Layers' if layers else 'Experts'} in host memory: {_size_on_host(model)}.")
     return model
+
+
+def form_group(settings: Namespace) -> None:
+    """Let the processes of a launcher find each other, as the arguments of the Trainer do later."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        TrainingArguments(str(settings.output), use_cpu=not torch.cuda.is_available(), report_to="none")
+
+
+def _size_on_host(model: PreTrainedModel) -> str:
+    size, shared = bytes_in_host_memory(model), shared_bytes(model)
+    once = "" if not shared else ", once for all processes of a machine"
+    if 0 < shared < size:
+        once = f", of which {shared / 2**30:,.1f} GiB are there once for all processes of a machine"
+    return f"{size / 2**30:,.1f} GiB{once}"
 
 
 def load_teacher(settings: Namespace, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> PreTrainedModel:
@@ -366,8 +381,9 @@ def load_teacher(settings: Namespace, tokenizer: PreTrainedTokenizerBase, model:
         teacher = load_weights(option, source, AutoModelForCausalLM, **options)
     DivergenceLoss(teacher).check(inner_model(model))
     if settings.teacher_in_host_memory:
+        form_group(settings)
         keep_layers_in_host_memory(teacher.requires_grad_(False))
-        say(f"The teacher's layers in host memory: {bytes_in_host_memory(teacher) / 2**30:,.1f} GiB.")
+        say(f"The teacher's layers in host memory: {_size_on_host(teacher)}.")
     say(f"Distilling from {type(teacher).__name__} of {source}, {teacher.num_parameters():,} parameters.")
     return teacher
 

@@ -6,9 +6,10 @@ import torch
 
 from ..errors import Rule, check_rules
 from ..foreign import experts_of
+from ..parallel.host_pages import shared_pages
 from .experts import is_known
 from .families import OWN, titles
-from .host_parameters import check_weights, host_of, move_to_host, parts_of
+from .host_parameters import check_weights, host_of, move_to_host, parts_of, sizes_of_weights
 from .installed import EXPERTS
 from .releases import has_hooks
 from .replacements import Model
@@ -24,6 +25,10 @@ def keep_experts_in_host_memory(model: Model) -> Model:
 
     Call it on a model in host memory, before it moves to the GPU. The weights of a layer move to other pages of host memory,
     so the host never has all of them twice. The first copy to a GPU pins these pages.
+
+    With a process group of `torch.distributed`, all of its processes call it. Those of one machine then have one set of pages
+    for weights with the same bits, and a warning names what they cannot share. A change in one process, such as a merge,
+    stays there.
 
     Args:
         model (`PreTrainedModel`):
@@ -59,8 +64,9 @@ def keep_experts_in_host_memory(model: Model) -> Model:
     check_rules(rules)
     for module in found:
         check_weights(module)
-    for module in found:
-        move_to_host(module)
+    with shared_pages(sizes_of_weights(found)) as place:
+        for module in found:
+            move_to_host(module, place)
     return model
 
 
@@ -73,6 +79,12 @@ def bytes_in_host_memory(model: torch.nn.Module) -> int:
     """Return the bytes of the weights in host memory."""
     hosts = {id(host): host for module in model.modules() if (host := host_of(module)) is not None}
     return sum(pages.nbytes for host in hosts.values() for pages in host.pages.values())
+
+
+def shared_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of the weights in host memory whose pages other processes of this machine may have too."""
+    hosts = {id(host): host for module in model.modules() if (host := host_of(module)) is not None}
+    return sum(host.shared_bytes for host in hosts.values())
 
 
 def rules_of_weights(model: Any, modules: list[Any], what: str) -> list[Rule]:

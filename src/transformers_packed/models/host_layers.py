@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..errors import Rule, check_rules
+from ..parallel.host_pages import shared_pages
 from .experts import is_known
 from .host_experts import rules_of_experts, rules_of_weights
 from .host_parameters import (
@@ -16,6 +17,7 @@ from .host_parameters import (
     keep_in_place,
     move_linears_to_host,
     move_to_host,
+    sizes_of_weights,
     weights_of,
 )
 from .lora import FACTORS
@@ -31,6 +33,10 @@ def keep_layers_in_host_memory(model: Model) -> Model:
 
     Call it on a model in host memory, before it moves to the GPU. The weights of a layer move to other pages of host memory,
     so the host never has all of them twice. The first copy to a GPU pins these pages.
+
+    With a process group of `torch.distributed`, all of its processes call it. Those of one machine then have one set of pages
+    for weights with the same bits, and a warning names what they cannot share. A change in one process, such as a merge,
+    stays there.
 
     Args:
         model (`PreTrainedModel`):
@@ -66,11 +72,13 @@ def keep_layers_in_host_memory(model: Model) -> Model:
     for _, linears, experts in parts:
         for module in (*experts, *linears):
             check_weights(module)
-    for layer, linears, experts in parts:
-        host = move_linears_to_host(layer, linears)
-        for module in experts:
-            keep_in_place(module, host)
-            move_to_host(module)
+    sizes = sizes_of_weights(module for _, linears, experts in parts for module in (*experts, *linears))
+    with shared_pages(sizes) as place:
+        for layer, linears, experts in parts:
+            host = move_linears_to_host(layer, linears, place)
+            for module in experts:
+                keep_in_place(module, host)
+                move_to_host(module, place)
     return model
 
 

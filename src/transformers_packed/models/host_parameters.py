@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import input_error
 from ..foreign import swapped
-from ..ops.host_weights import HostTensors, is_apart
+from ..ops.host_weights import HostTensors, Place, is_apart
 from .quantized_weights import copied_weights, has_parts, is_in_4bit, tensors_of, with_tensors
 
 
@@ -175,8 +175,8 @@ def _linears_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in layer.modules() if host_of(module) is not None and _parts_of(module, WEIGHT)]
 
 
-def move_linears_to_host(layer: torch.nn.Module, linears: list[Any]) -> HostTensors:
-    """Move the weights of linear layers of a decoder layer to pages of host memory, and keep them there.
+def move_linears_to_host(layer: torch.nn.Module, linears: list[Any], place: Place | None = None) -> HostTensors:
+    """Move the weights of linear layers of a decoder layer to pages of host memory, by default their own, and keep them there.
 
     Raises:
         `ValueError`: a weight is of a kind without copies.
@@ -185,17 +185,17 @@ def move_linears_to_host(layer: torch.nn.Module, linears: list[Any]) -> HostTens
         check_weights(linear)
     host = host_of(layer) or HostTensors()
     setattr(layer, _HOST, host)
-    moved = iter(host.keep(_LINEARS, _all_tensors_of(linears)))
+    moved = iter(host.keep(_LINEARS, _all_tensors_of(linears), place))
     for linear in linears:
         keep_in_place(linear, host)
         _set_moved(linear, WEIGHT, moved, host)
     # These count changes of the parameters in place, also of those that have got other data.
-    host.lists[_LINEARS] = _all_tensors_of(linears)
+    host.follow(_LINEARS, _all_tensors_of(linears))
     return host
 
 
-def move_to_host(module: Any) -> HostTensors:
-    """Move the weights of a module of experts to pages of host memory, one at a time, and keep them there.
+def move_to_host(module: Any, place: Place | None = None) -> HostTensors:
+    """Move the weights of a module of experts to pages of host memory, by default their own, and keep them there.
 
     Raises:
         `ValueError`: a weight is trained, or of a kind without copies.
@@ -205,8 +205,8 @@ def move_to_host(module: Any) -> HostTensors:
     for name in WEIGHTS:
         tensors = _tensors_of(module, name)
         if not host.holds(name, tensors):
-            _set_moved(module, name, iter(host.keep(name, tensors)), host)
-            host.lists[name] = _tensors_of(module, name)
+            _set_moved(module, name, iter(host.keep(name, tensors, place)), host)
+            host.follow(name, _tensors_of(module, name))
     return host
 
 
@@ -305,6 +305,11 @@ def _check_frozen(name: str, weight: Any) -> None:
 def weights_of(module: Any, name: str) -> list[torch.nn.Parameter]:
     """List the parameters of a weight."""
     return [module._parameters[part] for part in _parts_of(module, name)]
+
+
+def sizes_of_weights(modules: Iterable[Any]) -> list[int]:
+    """List the bytes of all tensors of experts and of linear layers."""
+    return [x.nbytes for module in modules for name in (*WEIGHTS, WEIGHT) for x in _tensors_of(module, name)]
 
 
 def _parts_of(module: Any, name: str) -> list[str]:

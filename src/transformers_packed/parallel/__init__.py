@@ -1,7 +1,8 @@
 """Sequence parallelism: several processes compute one packed row. Each process holds a part of its tokens.
 
 `groups.py` has the processes that share a row, `shard.py` the parts of a row and of losses, and `collectives.py`
-communication with gradients. `mixers.py` and `vision.py` compute layers on a part.
+communication with gradients. `mixers.py` and `vision.py` compute layers on a part. `host_pages.py` is apart from these:
+processes of a machine share pages of host memory.
 """
 
 from . import mixers  # noqa: F401  the forms of the ops for parts of a row

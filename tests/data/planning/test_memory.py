@@ -645,10 +645,14 @@ class PlanTest(unittest.TestCase):
         self.assertAlmostEqual(usual.weights - need.weights, 2 * layer, delta=1)
         self.assertEqual((usual.moments, usual.most, usual.weights_on_host), (need.moments, need.most, 0))
         host, two = f"{need.weights_on_host / GIB:,.1f}", f"{2 * layer / GIB:,.1f}"
-        said = f"\nExperts: {host} GiB of host memory for each GPU, which has {two} GiB of them at a time\n"
+        said = f"\nExperts: {host} GiB of host memory for each machine, of which each GPU has {two} GiB at a time\n"
         self.assertIn(said, plans[1].summary())
         self.assertIn("Not sharded, on each GPU", plans[1].summary())
-        self.assertNotIn("host memory for each GPU", plans[0].summary())
+        self.assertNotIn("host memory for each machine", plans[0].summary())
+        # The processes of a machine share them.
+        several = plan_sequence_parallel(config, 2**14, 8, 80, **options, experts_in_host_memory=True)
+        self.assertEqual(several.options[1][0].weights_on_host, need.weights_on_host)
+        self.assertIn(said, several.summary())
 
     @parameterized.expand([("dense", False), ("dense", True), ("mixture", True)])
     def test_layers_in_host_memory_of_a_model(self, kind, in_4bit):
@@ -677,7 +681,8 @@ class PlanTest(unittest.TestCase):
         # Tables of NF4, and gaps between its tensors.
         self.assertLess(abs(found / expected - 1), 0.1 if in_4bit else 0.001)
         self.assertRegex(
-            plans[1].summary(), r"\nLayers: 0.0 GiB of host memory for each GPU, which has 0.0 GiB of them at"
+            plans[1].summary(),
+            r"\nLayers: 0.0 GiB of host memory for each machine, of which each GPU has 0.0 GiB at a",
         )
         self.assertEqual((usual.moments, usual.most, usual.weights_on_host), (need.moments, need.most, 0))
         layers = len(SMALL["layer_types"])

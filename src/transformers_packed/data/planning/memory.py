@@ -134,7 +134,7 @@ class SequenceParallelPlan:
         if need.weights_on_host:
             two = in_host_memory(sizes, self.parameters.layers, WIDTHS[self.weights], self.lora)[1]
             gathered = [
-                f"{self.lora.on_host.title()}: {gib(need.weights_on_host)} GiB of host memory for each GPU, which has {gib(two)} GiB of them at a time"
+                f"{self.lora.on_host.title()}: {gib(need.weights_on_host)} GiB of host memory for each machine, of which each GPU has {gib(two)} GiB at a time"
             ]
         stored = self.lora.stored
         quantized = (

@@ -126,7 +126,8 @@ class StepMemory:
         host (`float`, *optional*, defaults to 0.0):
             Pinned host memory for checkpoints. It is not part of the total.
         weights_on_host (`float`, *optional*, defaults to 0.0):
-            Pinned host memory for weights. It is not part of the total, but those of two layers are part of `weights`.
+            Pinned host memory for weights, which the processes of a machine share. It is not part of the total, but those of
+            two layers are part of `weights`.
     """
 
     weights: float
