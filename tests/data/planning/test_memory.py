@@ -37,7 +37,7 @@ from transformers_packed import (
     keep_layers_in_host_memory,
     registered,
 )
-from transformers_packed.cli.finetune import untrained_model, with_adapters
+from transformers_packed.cli.models import untrained_model, with_adapters
 from transformers_packed.data.planning.exchanges import exchanges
 from transformers_packed.data.planning.memory import plan_sequence_parallel
 from transformers_packed.data.planning.step_memory import Parameters, checkpointed_layers, step_memory
