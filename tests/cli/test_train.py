@@ -46,7 +46,7 @@ from transformers.training_args import OptimizerNames
 
 from transformers_packed import DataCollatorWithFlattening, PackingPlan
 from transformers_packed.cli import early, finetune, models, run_folder
-from transformers_packed.cli.segments import needs_of
+from transformers_packed.cli.segments import needs_of_samples
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8, host_parameters, versions
 from transformers_packed.models.checkpoint_formats import PackedWeight
@@ -268,12 +268,12 @@ class CommandTest(unittest.TestCase):
         leaf = {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}
         settings = Namespace(row_length=None, batch_size=2, segment_tokens=None, sequence_parallel_size=1)
         samples = Namespace(data=[leaf, {**leaf, "input_ids": [1] * 5}, leaf])
-        self.assertEqual(needs_of(samples, settings), Needs(8))
+        self.assertEqual(needs_of_samples(samples, settings), Needs(8))
         settings.row_length, settings.segment_tokens, settings.sequence_parallel_size = 512, 64, 2
-        self.assertEqual(needs_of(samples, settings), Needs(512, segment_tokens=64, processes=2))
+        self.assertEqual(needs_of_samples(samples, settings), Needs(512, segment_tokens=64, processes=2))
         # The number is chosen when the model is there.
         settings.segment_tokens, samples.data = "auto", [{**leaf, "turns": [leaf]}]
-        self.assertEqual(needs_of(samples, settings), Needs(512, trees=True, processes=2))
+        self.assertEqual(needs_of_samples(samples, settings), Needs(512, trees=True, processes=2))
 
     def test_bad_models(self):
         config = LlamaConfig(

@@ -51,7 +51,7 @@ from .models import (
 )
 from .process import raise_on_interrupt
 from .run_folder import SETTINGS_FILE, check_same_settings, left, write_settings
-from .segments import chosen_segments, needs_of
+from .segments import chosen_segments, needs_of_samples
 
 
 KEPT_CHECKPOINTS = 2
@@ -102,7 +102,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         check_float8(dtype)
     say(f"Loading {settings.model} ...")
     # The compiler works while the weights are loaded.
-    start_compiling(config, device_of_this_process(), dtype, needs_of(samples, settings))
+    start_compiling(config, device_of_this_process(), dtype, needs_of_samples(samples, settings))
     model = load_model(source, settings, dtype)
     for trains, option in ((settings.mtp, "--mtp"), (settings.mtp_only, "--mtp-only")):
         if trains:
