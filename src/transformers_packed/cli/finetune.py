@@ -57,6 +57,7 @@ from .segments import chosen_segments, needs_of_samples
 KEPT_CHECKPOINTS = 2
 # Settings that a resumed run must share, and that are stored only if they are set.
 _UNSET_BY_DEFAULT = "row_length", "experts", "load_in_4bit", "mtp", "mtp_only"
+_OF_CHECKPOINTS = "offload", "every_n_layers", "keep_attention", "segment_tokens"
 _OF_TEACHER = "teacher", "distill_weight", "distill_beta", "distill_temperature"
 
 
@@ -188,7 +189,7 @@ def _check_optimizer(settings: Namespace) -> None:
 
 def _check_checkpoints(settings: Namespace) -> None:
     """Raise a `ValueError` for options of checkpoints that this release of Transformers does not have."""
-    for option in ("offload", "every_n_layers", "keep_attention", "segment_tokens"):
+    for option in _OF_CHECKPOINTS:
         if getattr(settings, option):
             check_checkpointing(option, f"--{option.replace('_', '-')}")
 
@@ -216,15 +217,8 @@ def make_trainer(
     dtype: torch.dtype,
 ) -> RunFolderTrainer:
     """The stock Trainer without padding. Its loss is the mean over all targets of a step."""
-    checkpointing, options = checkpointing_argument(), {"use_reentrant": False}
-    if settings.every_n_layers:
-        options["every_n_layers"] = settings.every_n_layers
-    if settings.offload is not None:
-        options["offload"] = settings.offload
-    if settings.keep_attention:
-        options["keep_attention"] = True
-    if settings.segment_tokens:
-        options["segment_tokens"] = settings.segment_tokens
+    checkpointing, given = checkpointing_argument(), {name: getattr(settings, name) for name in _OF_CHECKPOINTS}
+    options = {"use_reentrant": False, **{name: x for name, x in given.items() if x is not None}}
     arguments = TrainingArguments(
         output_dir=str(settings.output),
         num_train_epochs=settings.epochs,
@@ -271,6 +265,15 @@ def make_trainer(
     return trainer
 
 
+# What lines of steps tell beside the loss.
+_LOGGED = {
+    "divergence": "divergence {:.4f}",
+    "mtp_loss": "mtp loss {:.4f}",
+    "mtp_acceptance": "{:.1%} accepted",
+    "tokens_per_second": "{:,.0f} tokens/s",
+}
+
+
 class _NothingLeftError(Exception):
     """The loaded checkpoint is that of the last step."""
 
@@ -314,14 +317,7 @@ class _Progress(TrainerCallback):
         if "loss" not in logs:
             return
         line = f"step {state.global_step}/{state.max_steps}, epoch {state.epoch:.2f}: loss {logs['loss']:.4f}"
-        if "divergence" in logs:
-            line += f", divergence {logs['divergence']:.4f}"
-        if "mtp_loss" in logs:
-            line += f", mtp loss {logs['mtp_loss']:.4f}"
-        if "mtp_acceptance" in logs:
-            line += f", {logs['mtp_acceptance']:.1%} accepted"
-        if "tokens_per_second" in logs:
-            line += f", {logs['tokens_per_second']:,.0f} tokens/s"
+        line += "".join(f", {told.format(logs[name])}" for name, told in _LOGGED.items() if name in logs)
         done, left = state.global_step - self.after, state.max_steps - state.global_step
         if done and left:
             line += f", {duration(max(1, (time.monotonic() - self.since) / done * left))} left"

@@ -39,15 +39,19 @@ def supported_config(source: str, settings: Namespace | None = None, option: str
     with reading(option, source, "checkpoint"):
         config = _supported_config(source, option)
     able = [family for family in OWN if family.has_float8]
+    hosts = [family for family in SIZED if family.has_host_layers]
+    in_host_memory = "layers_in_host_memory" if option == "--model" else "teacher_in_host_memory"
     has_experts = bool(sizes_of(config).mixtures)
     for name, possible, expected in (
         ("experts", has_experts, "a mixture of experts"),
         ("experts_in_host_memory", has_experts, "a mixture of experts"),
-        ("layers_in_host_memory", *_has_host_layers(config)),
+        (in_host_memory, family_of(config) in hosts, f"a checkpoint of {titles(hosts)}"),
         ("float8", family_of(config) in able, f"a checkpoint of {titles(able)}"),
     ):
-        if getattr(settings, name, False):
-            _check_possible(f"--{name.replace('_', '-')}", possible, f"{expected} as {option}", source, config)
+        if getattr(settings, name, False) and not possible:
+            asked = f"--{name.replace('_', '-')}"
+            got = f"{source}, a {config.model_type}"
+            raise input_error(f"{expected} as {option}", got, f"Remove {asked}.", option=asked)
     stored = stored_as(config)
     expected, got = "a checkpoint in 16 or 32 bit", f"{source}, whose weights are in {stored and stored.title}"
     if getattr(settings, "load_in_4bit", False) and stored not in (None, NF4):
@@ -56,18 +60,6 @@ def supported_config(source: str, settings: Namespace | None = None, option: str
     if stored and not getattr(settings, "lora", True) and not getattr(settings, "mtp_only", False):
         raise input_error(expected, got, "Add --lora: they stay as they are.", option=option)
     return config
-
-
-def _has_host_layers(config: PreTrainedConfig) -> tuple[bool, str]:
-    """Whether layers of a model can be in host memory, and the checkpoints whose layers can."""
-    able = [family for family in SIZED if family.has_host_layers]
-    return family_of(config) in able, f"a checkpoint of {titles(able)}"
-
-
-def _check_possible(option: str, possible: bool, expected: str, source: str, config: PreTrainedConfig) -> None:
-    """Raise a `ValueError` if a checkpoint cannot do what an option asks."""
-    if not possible:
-        raise input_error(expected, f"{source}, a {config.model_type}", f"Remove {option}.", option=option)
 
 
 def _supported_config(source: str, option: str) -> PreTrainedConfig:
@@ -174,10 +166,7 @@ def load_model(source: str, settings: Namespace, dtype: torch.dtype) -> PreTrain
 def load_teacher(settings: Namespace, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> PreTrainedModel:
     """Our causal language model of `--teacher` for a model, with all of its weights, in the compute dtype."""
     option, source = "--teacher", settings.teacher
-    config = supported_config(source, option=option)
-    if settings.teacher_in_host_memory:
-        possible, expected = _has_host_layers(config)
-        _check_possible("--teacher-in-host-memory", possible, f"{expected} as {option}", source, config)
+    supported_config(source, Namespace(teacher_in_host_memory=settings.teacher_in_host_memory), option)
     if (why := check_same_ids(option, source, settings.trust_remote_code, tokenizer)) is not None:
         say(f"The ids of tokens are not compared with those of the teacher: {why}")
     say(f"Loading {source} ...")

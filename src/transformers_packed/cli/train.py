@@ -83,7 +83,7 @@ def add_options(parser: Parser) -> None:
     host = "keep inputs of checkpointed layers in host memory (default: where that costs no time)"
     add("--offload", action=argparse.BooleanOptionalAction, help=host)
     kept = "do not recompute attention, which is faster for long documents"
-    add("--keep-attention", action="store_true", help=kept)
+    add("--keep-attention", action="store_true", default=None, help=kept)
     count("--every-n-layers", "checkpoint every n-th layer (default: all layers)")
     cut = "compute layers in segments of N tokens, which needs less memory; auto: the longest that fit (default: whole rows)"
     add("--segment-tokens", type=segment_tokens, metavar=f"N|{AUTO}", help=cut)

@@ -234,14 +234,11 @@ def move_to_host(module: Any) -> HostTensors:
 def _set_moved(module: Any, name: str, moved: Iterator[torch.Tensor], host: HostTensors) -> None:
     with torch.inference_mode(False):
         for part in _parts_of(module, name):
-            _set(module, part, _in_memory_of(moved, module._parameters[part], host))
-
-
-def _set(module: Any, part: str, weight: Any) -> None:
-    module._parameters[part] = weight
-    if is_in_4bit(weight):
-        # bitsandbytes' layer has it too, for parameters that have lost it.
-        module.quant_state = weight.quant_state
+            weight: Any = _in_memory_of(moved, module._parameters[part], host)
+            module._parameters[part] = weight
+            if is_in_4bit(weight):
+                # bitsandbytes' layer has it too, for parameters that have lost it.
+                module.quant_state = weight.quant_state
 
 
 def keep_in_place(module: Any, host: HostTensors | None = None) -> HostTensors:
