@@ -19,7 +19,7 @@ from transformers import Qwen3_5TextConfig, Qwen3NextConfig
 
 from transformers_packed.cli import arms, bench_arm
 from transformers_packed.cli.bench import choose_lengths
-from transformers_packed.cli.finetune import untrained_model
+from transformers_packed.cli.models import untrained_model
 
 
 RESULT = {

@@ -17,7 +17,7 @@ from scripts.trainer_arms import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 
 from transformers_packed import add_mtp, mtp_acceptance, patch_model, registered
-from transformers_packed.cli import finetune
+from transformers_packed.cli import finetune, models
 from transformers_packed.data.records.samples import make_samples, read_records
 
 
@@ -123,7 +123,7 @@ class TrainTest(CommandTest):
     def test_the_head_is_looked_for_when_the_weights_are_loaded(self):
         """Before, those of a model on the Hub are not in the cache."""
         loaded, original = [], finetune.load_model
-        checked = mock.patch.object(finetune, "find_head", lambda config: loaded and {"mtp.fc.weight": None})
+        checked = mock.patch.object(models, "find_head", lambda config: loaded and {"mtp.fc.weight": None})
         load = mock.patch.object(finetune, "load_model", lambda *args: loaded.append(1) or original(*args))
         with checked, load:
             succeeds(*self.train("--mtp", "--max-steps=1"))

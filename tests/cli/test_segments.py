@@ -12,7 +12,7 @@ from parameterized import parameterized
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from transformers_packed.cli import segments
-from transformers_packed.cli.finetune import with_adapters
+from transformers_packed.cli.models import with_adapters
 from transformers_packed.cli.options import AUTO
 from transformers_packed.cli.segments import chosen_segments, longest_row
 from transformers_packed.data.planning.memory import plan_sequence_parallel

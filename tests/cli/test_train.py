@@ -45,8 +45,8 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.training_args import OptimizerNames
 
 from transformers_packed import DataCollatorWithFlattening, PackingPlan
-from transformers_packed.cli import early, finetune, run_folder
-from transformers_packed.cli.segments import needs_of
+from transformers_packed.cli import early, finetune, models, run_folder
+from transformers_packed.cli.segments import needs_of_samples
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8, host_parameters, versions
 from transformers_packed.models.checkpoint_formats import PackedWeight
@@ -281,12 +281,12 @@ class CommandTest(unittest.TestCase):
         leaf = {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}
         settings = Namespace(row_length=None, batch_size=2, segment_tokens=None, sequence_parallel_size=1)
         samples = Namespace(data=[leaf, {**leaf, "input_ids": [1] * 5}, leaf])
-        self.assertEqual(needs_of(samples, settings), Needs(8))
+        self.assertEqual(needs_of_samples(samples, settings), Needs(8))
         settings.row_length, settings.segment_tokens, settings.sequence_parallel_size = 512, 64, 2
-        self.assertEqual(needs_of(samples, settings), Needs(512, segment_tokens=64, processes=2))
+        self.assertEqual(needs_of_samples(samples, settings), Needs(512, segment_tokens=64, processes=2))
         # The number is chosen when the model is there.
         settings.segment_tokens, samples.data = "auto", [{**leaf, "turns": [leaf]}]
-        self.assertEqual(needs_of(samples, settings), Needs(512, trees=True, processes=2))
+        self.assertEqual(needs_of_samples(samples, settings), Needs(512, trees=True, processes=2))
 
     def test_bad_models(self):
         config = LlamaConfig(
@@ -606,7 +606,7 @@ class CommandTest(unittest.TestCase):
         self.assertIn("got --distill-weight 0.5 instead of 0.25.", err)
         out = self.succeeds(*options, "--max-steps=3", "--distill-weight=0.25", "--resume")
         self.assertIn("\nstep 3/3, ", out)
-        loads, moved = finetune.load_weights, []
+        loads, moved = models.load_weights, []
 
         def load(option, *args, **kwargs):
             # bitsandbytes would quantize on a GPU, which may not have room for all of it.
@@ -614,7 +614,7 @@ class CommandTest(unittest.TestCase):
             return loads(option, *args, **kwargs)
 
         small = mock.patch.object(host_parameters, "SMALLEST", 512)
-        with small, mock.patch.object(finetune, "load_weights", load):
+        with small, mock.patch.object(models, "load_weights", load):
             host = self.directory / "host"
             out = self.succeeds(*options, "--teacher-in-host-memory", "--max-steps=1", output=host)
         self.assertIn("\nThe teacher's layers in host memory: 0.0 GiB.\n", out)
@@ -638,7 +638,13 @@ class CommandTest(unittest.TestCase):
         words = tokens["model"]["vocab"]
         words["a"], words["b"] = words["b"], words["a"]
         path.write_text(json.dumps(tokens))
+        self.save("olmo", AutoModelForCausalLM.from_config(tiny_config("olmo_hybrid", vocab_size=264)))
+        host = "--teacher-in-host-memory"
         for message, arguments in (
+            (
+                f"{host}: .* as --teacher, got .*, a olmo_hybrid. Remove {host}",
+                ["--teacher", self.root / "olmo", host],
+            ),
             ("--teacher: expected all weights of Qwen3_5ForCausalLM .* 1 missing", ["--teacher", lacking]),
             ("got 300 words", ["--teacher", self.save_teacher("wide", vocab_size=300)]),
             ("--teacher: .* got .*swapped with other ids of 2 tokens \\(a, b\\)", ["--teacher", path.parent]),
@@ -655,9 +661,14 @@ class CommandTest(unittest.TestCase):
             ("--mtp", "expected a head of multi-token prediction"),
             ("--mtp-only", "expected a head"),
             ("--float8", "expected a checkpoint of Qwen3-Next, .*, a olmo_hybrid. Remove --float8"),
+            (
+                "--layers-in-host-memory --lora",
+                "expected a checkpoint of .* as --model, got .*, a olmo_hybrid. Remove --l",
+            ),
         ):
             with self.subTest(option):
-                self.check_error(f"{option}: {message}", option, model="other")
+                first, *others = option.split()
+                self.check_error(f"{first}: {message}", first, *others, model="other")
 
     @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
     # bitsandbytes would pack the weights of small layers anew for inference on some CPUs, which fails.
@@ -685,7 +696,7 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(kinds, {("nf4", True, torch.float32)})
         # The adapter of the values that were trained with: those of the base in 4 bit.
         settings = Namespace(load_in_4bit=True, lora=False, attn=None, optim=DEFAULT)
-        base = finetune.load_model(str(self.root / "mixture"), settings, torch.float32)
+        base = models.load_model(str(self.root / "mixture"), settings, torch.float32)
         again, stock = PeftModel.from_pretrained(base, output), AutoPeftModelForCausalLM.from_pretrained(output)
         want, got, whole = logits(trained, again, stock)
         self.assertLess((got - want).abs().max(), 1e-5)
@@ -699,7 +710,7 @@ class CommandTest(unittest.TestCase):
         config.quantization_config = FORMATS[name][1]
         config.save_pretrained(self.directory)
         with self.assertRaisesRegex(ValueError, "with --load-in-4bit, got .*, whose weights are in .* Remove --load"):
-            finetune.supported_config(str(self.directory), Namespace(load_in_4bit=True))
+            models.supported_config(str(self.directory), Namespace(load_in_4bit=True))
 
     @shows("fp8", "`--load-in-4bit`", says="error")
     def test_a_base_that_is_stored_in_fp8(self):
@@ -707,21 +718,21 @@ class CommandTest(unittest.TestCase):
         config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         config.save_pretrained(self.directory)
         settings = Namespace(load_in_4bit=False)
-        self.assertEqual(stored_as(finetune.supported_config(str(self.directory), settings)).title, "FP8")
+        self.assertEqual(stored_as(models.supported_config(str(self.directory), settings)).title, "FP8")
         settings.load_in_4bit = True
         message = "16 or 32 bit with --load-in-4bit, got .*, whose weights are in FP8. Remove --load-in-4bit"
         with self.assertRaisesRegex(ValueError, message):
-            finetune.supported_config(str(self.directory), settings)
+            models.supported_config(str(self.directory), settings)
         settings = Namespace(load_in_4bit=False, lora=False, mtp_only=False)
         with self.assertRaisesRegex(ValueError, "16 or 32 bit, got .*, whose weights are in FP8. Add --lora"):
-            finetune.supported_config(str(self.directory), settings)
+            models.supported_config(str(self.directory), settings)
         settings.mtp_only = True
-        finetune.supported_config(str(self.directory), settings)
+        models.supported_config(str(self.directory), settings)
         options = Namespace(
             model=str(self.directory), dtype="auto", float8=False, lora=True, experts=False, load_in_4bit=False
         )
-        with self.assertRaisesRegex(ValueError, "weights are drawn here, got .*, in FP8. Pass the checkpoint that"):
-            finetune.config_and_dtype(options)
+        with self.assertRaisesRegex(ValueError, "weights are drawn here, got .*, in FP8. Pass the one that"):
+            models.config_and_dtype(options)
 
     @shows("nvfp4", "training goes on after a stop")
     def test_a_quantized_checkpoint(self):
@@ -743,7 +754,7 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(adapters[0].keys(), adapters[1].keys())
         self.assertTrue(all(torch.equal(x, adapters[1][name]) for name, x in adapters[0].items()))
         settings = Namespace(load_in_4bit=False, lora=False, attn=None, optim=DEFAULT)
-        base = finetune.load_model(str(self.directory / "base"), settings, torch.float32)
+        base = models.load_model(str(self.directory / "base"), settings, torch.float32)
         want, got = logits(trained, PeftModel.from_pretrained(base, self.output))
         self.assertLess((got - want).abs().max(), 1e-5)
 
@@ -851,7 +862,7 @@ class CommandTest(unittest.TestCase):
         self.assertIn("linear_float8_lora", dispatch.implementations_used())
 
     def test_float8_is_checked_first(self):
-        with mock.patch.object(finetune, "verify", return_value="needs another GPU"):
+        with mock.patch.object(models, "verify", return_value="needs another GPU"):
             self.check_error("--float8: expected a device and a dtype .*: it needs another GPU", "--float8")
 
     def test_a_dataset(self):

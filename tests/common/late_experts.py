@@ -27,5 +27,5 @@ def without_memory(copies):
     """Forget all copies. Their memory is free then, if nobody else refers to it."""
     for copy in copies.layers:
         if (tensors := copy.of()) is not None:
-            tensors.copy = None
+            tensors.copies.clear()
     copies.layers.clear()

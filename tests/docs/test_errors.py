@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from common.processes import errors_of
@@ -30,6 +31,7 @@ from transformers_packed import (
 )
 from transformers_packed.audit.tiny import tiny_model
 from transformers_packed.data.records.samples import make_samples, read_records
+from transformers_packed.models import host_parameters
 from transformers_packed.ops import gated_delta_rule, per_document, prompts
 from transformers_packed.parallel import RowShard
 from transformers_packed.shared_prompts import SharedPrompts
@@ -239,6 +241,10 @@ def of_host_memory() -> Calls:
     stock = tiny_model("qwen3_5_text")
     yield lambda: keep_layers_in_host_memory(stock)
     yield lambda: keep_layers_in_host_memory(patch_model(stock))
+    with mock.patch.object(host_parameters, "SMALLEST", 0):
+        kept = keep_layers_in_host_memory(stock.requires_grad_(False))
+    kept.model.layers[0].mlp.up_proj.requires_grad_(True)
+    yield lambda: kept(torch.ones(1, 2, dtype=torch.int64))
 
 
 def of_ops() -> Calls:

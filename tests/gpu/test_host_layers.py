@@ -1,18 +1,20 @@
 """Decoder layers in host memory on a GPU: gradients, memory, and what waits for what: `make test-gpu`."""
 
+import unittest
 from importlib.util import find_spec
 
 import torch
 from common.blocks import stored_and_plain
 from common.gpu import needs_gpu, report
 from common.real_heads import model_on_gpu
-from mixins.on_host_gpu import OnHostGpuTestCase, in_nvfp4, with_adapters
+from mixins.on_host_gpu import OnHostGpuTestCase, copies_of_this_gpu, in_nvfp4, step, with_adapters
 from parameterized import parameterized
 from peft import LoraConfig
 
 from transformers_packed import keep_layers_in_host_memory
 from transformers_packed.models.host_experts import bytes_in_host_memory
 from transformers_packed.models.host_parameters import can_read_host_weights, host_of
+from transformers_packed.ops import host_weights
 
 
 # Weights of 8 MiB in bfloat16.
@@ -82,6 +84,20 @@ class HostLayersTest(OnHostGpuTestCase):
     @parameterized.expand([(kind,) for kind in KINDS])
     def test_does_not_wait_for_the_gpu(self, kind):
         self.check_waits(kind)
+
+    @unittest.skipIf(torch.cuda.device_count() < 2, "needs two GPUs")
+    def test_another_gpu(self):
+        """A model moves to another GPU and back."""
+        model, other = self.both("bfloat16")
+        self.assert_same(step(other), step(model))
+        for number in (1, 0):
+            with torch.cuda.device(number):
+                for x in (model, other):
+                    x.to("cuda")
+                for _ in range(2):
+                    self.assert_same(step(other), step(model))
+                self.assertEqual(len(copies_of_this_gpu().layers), 2)
+                self.assertEqual(host_weights._COPIES[torch.device("cuda", 1 - number)].layers, [])
 
     def test_copies_run_beside_the_computation(self):
         self.check_copies_run_beside(SIZES["num_hidden_layers"])

@@ -34,6 +34,7 @@ from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.host_experts import bytes_in_host_memory, names_in_host_memory
 from transformers_packed.models.host_parameters import can_read_host_weights, host_of, loading_to_host
 from transformers_packed.models.losses import OWN, MtpLoss
+from transformers_packed.ops.host_weights import HostTensors
 from transformers_packed.training.restore import exact_for
 
 
@@ -47,6 +48,10 @@ SMALL = 512
 
 def layers_of(model):
     return [module for module in model.modules() if can_read_host_weights(module)]
+
+
+def linears_of(layer):
+    return [linear for linears in host_parameters._linears_of(layer).values() for linear in linears]
 
 
 def quantized(layer: torch.nn.Linear, kind: str) -> torch.nn.Module:
@@ -110,8 +115,8 @@ class HostLayersTestCase(OnHostTestCase):
 
 def on_the_device(model) -> int:
     """The layers whose copies are on the device."""
-    copies = [host.copy for layer in layers_of(model) if (host := host_of(layer))]
-    sizes = [sum(x.untyped_storage().nbytes() for x in copy.buffers.values()) for copy in copies if copy]
+    copies = [copy for layer in layers_of(model) if (host := host_of(layer)) for copy in host.copies.values()]
+    sizes = [sum(x.untyped_storage().nbytes() for x in copy.buffers.values()) for copy in copies]
     return sum(map(bool, sizes))
 
 
@@ -216,6 +221,46 @@ class TrainingTest(HostLayersTestCase):
             model.to("cpu")
             self.assertEqual((len(copies.layers), on_the_device(model)), (0, 0))
             self.assert_same(gradients(model, ROWS[0]), expected)
+
+    def test_another_device(self):
+        """Layers run where their inputs are, and a graph of the first device finds its copies there."""
+        model, on = keep_layers_in_host_memory(tiny()), HostTensors.on
+        with copied_on_a_cpu() as copies:
+            expected = gradients(model, ROWS[0])
+            loss = loss_of(model, ROWS[0])
+            model.to("cpu")
+            second = torch.device("cpu", 1)
+            with mock.patch.object(HostTensors, "on", lambda host, device, key: on(host, second, key)):
+                self.assert_same(gradients(model, ROWS[0]), expected)
+            self.assertEqual((copies.layers, on_the_device(model)), ([], 2))
+            model.zero_grad()
+            loss.backward()
+            for name, x in model.named_parameters():
+                self.assertTrue(x.grad is None or torch.equal(x.grad, expected[name]), name)
+
+    def test_modules_beside_copies_of_peft(self):
+        """Nobody reads them, until adapters are off."""
+        options = {"target_modules": ["q_proj"], "modules_to_save": ["down_proj", "v_proj"]}
+        model, other = self.check(tiny(**options), {})
+        names = names_in_host_memory(other)
+        self.assertEqual(sum(".original_module." in name for name in names), 4 + 2)
+        made = lambda: [copy for layer in layers_of(other) for copy in host_of(layer).copies.values()]  # noqa: E731
+        row = packed_batch(ROWS[0], "cu_seqlens")
+        with copied_on_a_cpu():
+            loss_of(other, ROWS[0])
+            # PEFT has not called any.
+            self.assertEqual({key for copy in made() for key in copy.buffers}, {"linear layers"})
+            with model.disable_adapter(), other.disable_adapter():
+                expected, found = (x(**row).logits for x in (model, other))
+            self.assertTrue(torch.equal(found, expected))
+            self.assertFalse(torch.equal(found, other(**row).logits))
+            self.assert_same(gradients(other, ROWS[0]), gradients(model, ROWS[0]))
+            self.assertEqual({len(copy.buffers) for copy in made()}, {2})
+        # Copies of an adapter that is not active yet move to the GPU, because it may be trained.
+        late = tiny(**options)
+        late.add_adapter("other", LoraConfig(r=4, **options))
+        keep_layers_in_host_memory(late)
+        self.assertEqual([name for name in names_in_host_memory(late) if ".modules_to_save." in name], [])
 
     def test_experts_that_are_trained_stay(self):
         """Such as those of a trained head of multi-token prediction."""
@@ -338,14 +383,10 @@ class MovesTest(HostLayersTestCase):
         hosts = [host_of(layer) for layer in layers_of(model)]
         pages = [{*host.pages.values()} for host in hosts]
         places = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for each in pages for x in each]
-        tensors = [
-            x
-            for layer in layers_of(model)
-            for x in host_parameters._all_tensors_of(host_parameters._linears_of(layer))
-        ]
+        tensors = [x for layer in layers_of(model) for x in host_parameters._all_tensors_of(linears_of(layer))]
         self.assertTrue(all(any(x.data_ptr() in place for place in places) for x in tensors))
         for layer in layers_of(model):
-            for linear in host_parameters._linears_of(layer):
+            for linear in linears_of(layer):
                 self.assertIs(vars(linear).get("quant_state"), getattr(linear.weight, "quant_state", None))
 
     def test_files(self):
@@ -471,7 +512,10 @@ class RefusalsTest(HostLayersTestCase):
         with self.assertRaisesRegex(ValueError, "got weights in host memory, which stock classes do not copy"):
             unpatch_model(model)
         layers_of(model)[2].mlp.up_proj.weight.requires_grad_(True)
-        with copied_on_a_cpu(), self.assertRaisesRegex(ValueError, "expected frozen weights .*, got a trained weight"):
+        message = (
+            "that stay frozen, got Qwen3_5DecoderLayer.mlp.up_proj.weight, which trains now. Freeze it again, or let"
+        )
+        with copied_on_a_cpu(), self.assertRaisesRegex(ValueError, message):
             model(**row)
         layers_of(model)[2].mlp.up_proj.weight.requires_grad_(False)
         with (
@@ -480,6 +524,26 @@ class RefusalsTest(HostLayersTestCase):
         ):
             layers_of(model)[0](torch.ones(1, 2, 32), None)
         model(**row)
+
+    def test_a_head_that_trains_later(self):
+        """A frozen head of multi-token prediction has moved with the layers of the trunk."""
+        config = type(CONFIGS["qwen3_5"])(**CONFIGS["qwen3_5"].to_dict() | {"mtp_num_hidden_layers": 1})
+        for trains in (False, True):
+            model = patch_model(builtin_model("qwen3_5", config=config))
+            head = add_mtp(model)
+            model.requires_grad_(False)
+            head.requires_grad_(trains)
+            keep_layers_in_host_memory(model)
+            self.assertEqual(bool(names_in_host_memory(head)), not trains)
+            if trains:
+                MtpLoss(0.5).prepare(model, None)
+                continue
+            message = (
+                "prediction on the GPU, .* got a frozen one in host memory. Call head.requires_grad_.True. before"
+            )
+            with self.assertRaisesRegex(ValueError, message):
+                MtpLoss(0.5).prepare(model, None)
+            self.assertFalse(any(x.requires_grad for x in head.parameters()))
 
     def test_graphs(self):
         model = keep_layers_in_host_memory(tiny())

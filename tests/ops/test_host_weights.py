@@ -135,7 +135,7 @@ class CopiesTest(unittest.TestCase):
 
         def counted(tensors):
             found = start(tensors)
-            copies = [layer.copy for layer in self.layers if layer.copy]
+            copies = [copy for layer in self.layers for copy in layer.copies.values()]
             sizes = [[x.untyped_storage().nbytes() for x in copy.buffers.values()] for copy in copies]
             filled.append(sum(map(any, sizes)))
             self.assertTrue(all(all(x) or not any(x) for x in sizes))
@@ -179,6 +179,37 @@ class CopiesTest(unittest.TestCase):
         self.layers[3].keep(1, numbers(0)[1])
         self.assertTrue(torch.equal(self.layers[3].on(CPU, 1)[0], numbers(0)[1][0]))
         self.assertTrue(torch.equal(self.layers[3].on(CPU, 0)[0], numbers(3)[0][0] + 2))
+
+    def test_another_device(self):
+        """Each has copies of its own, to which graphs refer, and the pages outlive the copies of both."""
+        second = torch.device("cpu", 1)
+        (first, _), (other, _) = (self.layers[0].on(device, 0) for device in (CPU, second))
+        self.assertTrue(torch.equal(first, other))
+        copies = [self.copies, host_weights._COPIES[second]]
+        self.assertEqual([(x.copies.pinned, len(x.layers)) for x in copies], [(2, 1), (0, 1)])
+        self.layers[0].give_up()
+        self.assertEqual([x.untyped_storage().nbytes() for x in (first, other)], [0, 0])
+        self.assertEqual([x.layers for x in copies], [[], []])
+        self.use(0)
+        self.assertTrue(torch.equal(first, numbers(0)[0][0]))
+        waits = copies[1].copies.stream.synchronize
+        waits.assert_not_called()
+        self.layers.clear()
+        gc.collect()
+        self.assertEqual(waits.call_count, 2)
+
+    def test_lists_that_nobody_has_asked_for(self):
+        tensors = layer_of([[torch.ones(3)]])
+        tensors.keep("seldom", [torch.zeros(5)])
+        tensors.unread.add("seldom")
+        tensors.on(CPU, 0)
+        (made,) = tensors.copies.values()
+        self.assertEqual([*made.buffers], [0])
+        self.assertTrue(torch.equal(tensors.on(CPU, "seldom")[0], torch.zeros(5)))
+        self.assertTrue(torch.equal(tensors.on(CPU, 0)[0], torch.ones(3)))
+        self.use(1, 2)
+        tensors.on(CPU, 0)
+        self.assertEqual([x.untyped_storage().nbytes() > 0 for x in made.buffers.values()], [True, True])
 
     def test_a_copy_is_empty(self):
         self.assertEqual(copy.deepcopy(self.layers[0]).lists, {})

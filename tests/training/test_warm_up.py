@@ -487,9 +487,9 @@ class TrainerTest(KernelsTestCase):
     def test_what_a_trainer_needs(self):
         trainer = self.build()
         largest = callback.largest_row(trainer)
-        self.assertEqual(callback.needs_of(trainer), Needs(*largest))
+        self.assertEqual(callback.needs_of_trainer(trainer), Needs(*largest))
         trainer.sequence_parallel = SimpleNamespace(size=2, gated_delta_rule="heads")
-        self.assertEqual(callback.needs_of(trainer), Needs(*largest, processes=2, method="heads"))
+        self.assertEqual(callback.needs_of_trainer(trainer), Needs(*largest, processes=2, method="heads"))
         # What cannot be started is started by the first forward.
         callback._OF_DATA.clear()
         with (
@@ -523,12 +523,12 @@ class TrainerTest(KernelsTestCase):
         trainer.train_dataset = data = Augmented()
         before = states()
         with mock.patch.object(callback, "sampled_lengths", wraps=callback.sampled_lengths) as reads:
-            needs = callback.needs_of(trainer)
+            needs = callback.needs_of_trainer(trainer)
             self.assertEqual(states(), before)
-            self.assertEqual(callback.needs_of(trainer), needs)
+            self.assertEqual(callback.needs_of_trainer(trainer), needs)
         reads.assert_called_once_with(data)
         trainer.train_dataset = rows[:3]
-        self.assertNotEqual(callback.needs_of(trainer), needs)
+        self.assertNotEqual(callback.needs_of_trainer(trainer), needs)
 
     def test_the_largest_row(self):
         trainer = self.build(packing=True, max_length=96)

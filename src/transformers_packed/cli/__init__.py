@@ -4,9 +4,9 @@ Each command is a module whose docstring is its help, with two functions: `add_o
 takes the parsed arguments and returns the exit status, or nothing on success. Torch and Transformers take seconds to
 import, so only `run` does. This module imports next to nothing, so that Ctrl-C is handled from the first moment on.
 
-Behind the commands, `finetune.py`, `demo_arms.py` and `bench_arm.py` train. `run_folder.py` has the files of a run, and
-`folder_trainer.py` writes them. `process.py` keeps other packages silent and ends on Ctrl-C. `diagnosis.py` has the problems
-and slow parts of a machine or a model.
+Behind the commands, `finetune.py`, `demo_arms.py` and `bench_arm.py` train, with the models of `models.py`. `run_folder.py`
+has the files of a run, and `folder_trainer.py` writes them. `process.py` keeps other packages silent and ends on Ctrl-C.
+`diagnosis.py` has the problems and slow parts of a machine or a model.
 """
 
 import os

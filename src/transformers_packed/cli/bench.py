@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from .finetune import config_and_dtype
+    from .models import config_and_dtype
 
     if args.plot and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install matplotlib")

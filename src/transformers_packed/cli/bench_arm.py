@@ -19,7 +19,7 @@ from ..training.kernels import Needs, start_compiling
 from ..training.warm_up import warm_up
 from .audit import hide_gpu_packages
 from .demo_arms import peak_memory
-from .finetune import untrained_model
+from .models import untrained_model
 
 
 _LEARNING_RATE = 1e-5

@@ -32,14 +32,12 @@ def run(args: argparse.Namespace) -> None:
     if not args.json:
         say(f"Loading {args.model} ...")
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     from ..audit.acceptance import mtp_acceptance
     from ..data.records.samples import make_samples, read_records
-    from ..models.registry import registered
-    from .checkpoint import load_tokenizer, load_weights
-    from .finetune import check_head, check_vocabulary, compute_dtype, supported_config
+    from .checkpoint import load_tokenizer
+    from .models import check_head, check_vocabulary, compute_dtype, load, supported_config
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -47,9 +45,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer("--model", args.model, args.trust_remote_code)
     records = islice(read_records(args.data, args.split, args.subset), args.samples)
     samples = make_samples(records, tokenizer, args.max_length, args.format)
-    with registered():
-        options = {"dtype": compute_dtype(args.dtype), "attn_implementation": args.attn, "trust_remote_code": False}
-        model = load_weights("--model", args.model, AutoModelForCausalLM, **options)
+    model = load("--model", args.model, args.attn, compute_dtype(args.dtype))
     check_head(config, "--model")
     check_vocabulary(model, samples)
     torch.nn.Module.to(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

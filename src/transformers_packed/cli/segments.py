@@ -71,7 +71,7 @@ def chosen_segments(
     return segment
 
 
-def needs_of(samples: Samples, settings: Namespace) -> Needs:
+def needs_of_samples(samples: Samples, settings: Namespace) -> Needs:
     """What the training needs before the model is there. Segments that are not chosen yet count as none."""
     segment = settings.segment_tokens if isinstance(settings.segment_tokens, int) else inf
     trees, processes = find_tree(samples.data) is not None, settings.sequence_parallel_size

@@ -69,7 +69,7 @@ def compile_and_print(args: argparse.Namespace) -> None:
     from ..models.sizes import take_few_layers
     from ..training.kernels import Needs
     from ..training.warm_up import compile_kernels, compiles_kernels
-    from .finetune import config_and_dtype, untrained_model
+    from .models import config_and_dtype, untrained_model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not compiles_kernels(device):

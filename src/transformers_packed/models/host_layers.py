@@ -20,7 +20,7 @@ from .host_parameters import (
     sizes_of_weights,
     weights_of,
 )
-from .lora import FACTORS
+from .lora import COPIES, FACTORS
 from .replacements import Model
 
 
@@ -42,7 +42,8 @@ def keep_layers_in_host_memory(model: Model) -> Model:
         model (`PreTrainedModel`):
             A model whose decoder layers are of this package: all families but OLMo-Hybrid. It may be inside PEFT's. Its linear
             layers are frozen: in bfloat16 or another floating dtype after `get_peft_model`, or quantized in any way that this
-            package loads but bitsandbytes' 8 bit and torchao's. Linear layers that are trained stay on the GPU.
+            package loads but bitsandbytes' 8 bit and torchao's. Linear layers that are trained stay on the GPU. Those beside
+            which PEFT trains copies (`modules_to_save`) are copied to it only when adapters are off.
 
     Returns:
         `torch.nn.Module`: the same model.
@@ -83,9 +84,14 @@ def keep_layers_in_host_memory(model: Model) -> Model:
 
 
 def _experts_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """List the modules of experts that are not trained."""
-    found = filter(is_known, layer.modules())
-    return [module for module in found if not all(x.requires_grad for x in module.parameters(recurse=False))]
+    """List the modules of experts that are neither trained nor adapters."""
+    return [
+        module
+        for name, module in layer.named_modules()
+        if is_known(module)
+        and COPIES not in name.split(".")
+        and not all(x.requires_grad for x in module.parameters(recurse=False))
+    ]
 
 
 def _linears_of(layer: torch.nn.Module, places: Counter) -> list[torch.nn.Module]:
@@ -94,7 +100,7 @@ def _linears_of(layer: torch.nn.Module, places: Counter) -> list[torch.nn.Module
         module
         for name, module in layer.named_modules()
         if isinstance(module, torch.nn.Linear)
-        and FACTORS.isdisjoint(name.split("."))
+        and {*FACTORS, COPIES}.isdisjoint(name.split("."))
         and (weights := weights_of(module, WEIGHT))
         and is_large(weights)
         and not any(x.requires_grad or places[id(x)] > 1 for x in weights)

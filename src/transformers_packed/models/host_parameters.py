@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import input_error
 from ..foreign import swapped
 from ..ops.host_weights import HostTensors, Place, is_apart
+from .lora import COPIES, ORIGINAL
 from .quantized_weights import copied_weights, has_parts, is_in_4bit, tensors_of, with_tensors
 
 
@@ -31,8 +32,8 @@ WEIGHT = "weight"
 # Bytes of a linear layer's weight below which it goes to the GPU with the model.
 SMALLEST = 1 << 20
 _HOST, _APPLY = "host_tensors", "_apply"
-# The key of the weights of all linear layers of a decoder layer.
-_LINEARS = "linear layers"
+# The keys of the weights of linear layers of a decoder layer: those that it reads, and those beside which PEFT trains copies.
+_LINEARS, _ORIGINALS = "linear layers", "originals"
 # The forwards of [`reads_host_weights`].
 _READERS: set[Callable] = set()
 _LOADS = {"experts": False, "layers": False}
@@ -84,8 +85,7 @@ def copies_of(module: torch.nn.Module, name: str, device: torch.device) -> Calla
     Raises:
         `ValueError`: the weight is trained.
     """
-    for part in _parts_of(module, name):
-        _check_frozen(part, module._parameters[part])
+    _check_still_frozen(module, [module], name)
     host = host_of(module)
     if host is None or not host.holds(name, _tensors_of(module, name)):
         # The module is a copy of another one, or its weights have been replaced.
@@ -142,17 +142,19 @@ def can_read_host_weights(layer: torch.nn.Module) -> bool:
 
 @contextmanager
 def _layer_with_copies(layer: torch.nn.Module, host: HostTensors, device: torch.device) -> Iterator[None]:
-    linears = _linears_of(layer)
-    for linear in linears:
-        for part in _parts_of(linear, WEIGHT):
-            _check_frozen(part, linear._parameters[part])
-    if not host.holds(_LINEARS, _all_tensors_of(linears)):
+    found = _linears_of(layer)
+    every = [linear for linears in found.values() for linear in linears]
+    _check_still_frozen(layer, every, WEIGHT)
+    if not all(host.holds(key, _all_tensors_of(linears)) for key, linears in found.items()):
         # The layer is a copy of another one, or weights have been replaced.
-        move_linears_to_host(layer, linears)
-    tensors = iter(host.on(device, _LINEARS) if is_apart(device) else host.lists[_LINEARS])
+        move_linears_to_host(layer, every)
+    # A list that nobody has asked for before starts all copies of the layer again, so it comes first.
+    keys = [_ORIGINALS, _LINEARS] if _ORIGINALS in found and _reads_originals(layer) else [_LINEARS]
     with ExitStack() as stack:
-        for linear in linears:
-            stack.enter_context(swapped(linear._parameters, **_as_parameters(linear, WEIGHT, tensors)))
+        for key in keys:
+            tensors = iter(host.on(device, key) if is_apart(device) else host.lists[key])
+            for linear in found[key]:
+                stack.enter_context(swapped(linear._parameters, **_as_parameters(linear, WEIGHT, tensors)))
         yield
 
 
@@ -170,9 +172,24 @@ def _ask_before_backward(output: Any, ask: Callable[[], Any]) -> None:
             x.register_hook(hook)
 
 
-def _linears_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """List the linear layers of a decoder layer whose weights are in host memory."""
-    return [module for module in layer.modules() if host_of(module) is not None and _parts_of(module, WEIGHT)]
+def _linears_of(layer: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
+    """List the linear layers of a decoder layer whose weights are in host memory, by the key of these."""
+    found: dict[str, list[torch.nn.Module]] = {_LINEARS: []}
+    for name, module in layer.named_modules():
+        if host_of(module) is not None and _parts_of(module, WEIGHT):
+            found.setdefault(_ORIGINALS if ORIGINAL in name.split(".") else _LINEARS, []).append(module)
+    return found
+
+
+def _reads_originals(layer: torch.nn.Module) -> bool:
+    """Whether PEFT may call a module beside its copies: without adapters, for one without a copy, or for some samples."""
+    wrappers: list[Any] = [module for module in layer.modules() if ORIGINAL in module._modules]
+    return any(
+        wrapper.disable_adapters
+        or wrapper._forward_pre_hooks
+        or not {*wrapper.active_adapters} <= {*wrapper._modules.get(COPIES, ())}
+        for wrapper in wrappers
+    )
 
 
 def move_linears_to_host(layer: torch.nn.Module, linears: list[Any], place: Place | None = None) -> HostTensors:
@@ -185,12 +202,16 @@ def move_linears_to_host(layer: torch.nn.Module, linears: list[Any], place: Plac
         check_weights(linear)
     host = host_of(layer) or HostTensors()
     setattr(layer, _HOST, host)
-    moved = iter(host.keep(_LINEARS, _all_tensors_of(linears), place))
     for linear in linears:
         keep_in_place(linear, host)
-        _set_moved(linear, WEIGHT, moved, host)
-    # These count changes of the parameters in place, also of those that have got other data.
-    host.follow(_LINEARS, _all_tensors_of(linears))
+    for key, some in _linears_of(layer).items():
+        if key == _ORIGINALS and key not in host.lists:
+            host.unread.add(key)
+        moved = iter(host.keep(key, _all_tensors_of(some), place))
+        for linear in some:
+            _set_moved(linear, WEIGHT, moved, host)
+        # These count changes of the parameters in place, also of those that have got other data.
+        host.follow(key, _all_tensors_of(some))
     return host
 
 
@@ -213,14 +234,11 @@ def move_to_host(module: Any, place: Place | None = None) -> HostTensors:
 def _set_moved(module: Any, name: str, moved: Iterator[torch.Tensor], host: HostTensors) -> None:
     with torch.inference_mode(False):
         for part in _parts_of(module, name):
-            _set(module, part, _in_memory_of(moved, module._parameters[part], host))
-
-
-def _set(module: Any, part: str, weight: Any) -> None:
-    module._parameters[part] = weight
-    if is_in_4bit(weight):
-        # bitsandbytes' layer has it too, for parameters that have lost it.
-        module.quant_state = weight.quant_state
+            weight: Any = _in_memory_of(moved, module._parameters[part], host)
+            module._parameters[part] = weight
+            if is_in_4bit(weight):
+                # bitsandbytes' layer has it too, for parameters that have lost it.
+                module.quant_state = weight.quant_state
 
 
 def keep_in_place(module: Any, host: HostTensors | None = None) -> HostTensors:
@@ -292,14 +310,20 @@ def check_weights(module: torch.nn.Module) -> None:
             what = "a linear layer" if is_linear else f"experts with {' and '.join(WEIGHTS)} alone"
             expected = f"{what} in host memory, plain or quantized by this package"
             raise input_error(expected, f"{name}, a {kind.__name__}", "Leave the weights on the GPU.")
-        if name in parts:
-            _check_frozen(name, weight)
+        if name in parts and weight.requires_grad:
+            fix = "Call it after get_peft_model, which freezes them, or leave the weights on the GPU."
+            raise input_error("frozen weights in host memory", f"a trained {name}", fix)
 
 
-def _check_frozen(name: str, weight: Any) -> None:
-    if weight.requires_grad:
-        fix = "Call it after get_peft_model, which freezes them, or leave the weights on the GPU."
-        raise input_error("frozen weights in host memory", f"a trained {name}", fix)
+def _check_still_frozen(root: torch.nn.Module, modules: list[torch.nn.Module], name: str) -> None:
+    """Raise a `ValueError` if somebody trains a weight of modules in `root` that has moved to host memory."""
+    for module in modules:
+        for weight in weights_of(module, name):
+            if weight.requires_grad:
+                path = next(path for path, other in root.named_modules(prefix=type(root).__name__) if other is module)
+                expected = "weights in host memory that stay frozen"
+                fix = "Freeze it again, or let it train before other weights move there: it then stays on the GPU."
+                raise input_error(expected, f"{path}.{name}, which trains now", fix)
 
 
 def weights_of(module: Any, name: str) -> list[torch.nn.Parameter]:

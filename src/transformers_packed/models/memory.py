@@ -1,6 +1,6 @@
 """The memory of a text model's loss and layers in training, as functions of its sizes.
 
-docs/explained/memory.md has the formulas and compares them with measurements. Bytes are per GPU, and the computation is
+docs/reference/memory.md has the formulas and compares them with measurements. Bytes are per GPU, and the computation is
 in bfloat16.
 
 A layer that runs without a GPU cannot tell these numbers. PyTorch's reference of a delta rule makes its layer save 5.3 to

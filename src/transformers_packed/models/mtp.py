@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
+from .lora import COPIES, ORIGINAL
 from .releases import revision_of
 
 
@@ -206,19 +207,17 @@ def declare_head(folder: Path, declared: dict[str, Any]) -> None:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-# The module of PEFT's copies by adapter in the wrapper of a module, and that of the frozen module.
-_COPIES, _FROZEN = "modules_to_save", "original_module"
 # The options of a loaded adapter that say where its files are.
 _PLACES = "subfolder", "revision", "cache_dir", "token", "local_files_only"
 
 
 def head_in_use(module: Any, adapter: str | None = None) -> Any:
     """Return the head itself, or PEFT's copy of it for an adapter, by default the active one."""
-    copies = getattr(module, _COPIES, None)
+    copies = getattr(module, COPIES, None)
     if copies is None:
         return module
     names = module.active_adapters if adapter is None else [adapter]
-    return next((copies[name] for name in names if name in copies), getattr(module, _FROZEN))
+    return next((copies[name] for name in names if name in copies), getattr(module, ORIGINAL))
 
 
 def save_beside(model: Any, state: Mapping[str, torch.Tensor] | None, folder: str | os.PathLike, adapter: str) -> None:
@@ -230,7 +229,7 @@ def save_beside(model: Any, state: Mapping[str, torch.Tensor] | None, folder: st
         return
     state = model.state_dict() if state is None else state
     tensors = {name: x for key, x in state.items() if (name := f".{key}".partition(f".{PREFIX}")[2])}
-    for part in (f"{_COPIES}.{adapter}.", f"{_FROZEN}."):
+    for part in (f"{COPIES}.{adapter}.", f"{ORIGINAL}."):
         if any(name.startswith(part) for name in tensors):
             tensors = {name.removeprefix(part): x for name, x in tensors.items() if name.startswith(part)}
             break

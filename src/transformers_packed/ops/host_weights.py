@@ -50,13 +50,15 @@ class HostTensors:
         # the same values.
         self.private: dict[Hashable, torch.Tensor] = {}
         self._same: dict[Hashable, tuple[int, ...]] = {}
-        self._pinned: list[torch.Tensor] = []
+        # Pinned pages, and who copies them.
+        self._pinned: list[tuple[torch.Tensor, offload.Copies]] = []
         self.number = next(_NUMBERS)
         # What came after these tensors the last time, by the number of what came before them.
         self.next: dict[int | None, Callable[[], HostTensors | None]] = {}
-        self._copies: DeviceCopies | None = None
-        # The last copy. Graphs refer to its storages.
-        self.copy: _Copy | None = None
+        # The keys of lists that are not copied, until somebody asks for them.
+        self.unread: set[Hashable] = set()
+        # The last copy on each device. Graphs refer to its storages.
+        self.copies: dict[DeviceCopies, _Copy] = {}
 
     def __reduce__(self):
         return HostTensors, ()
@@ -98,31 +100,36 @@ class HostTensors:
 
     def on(self, device: torch.device, key: Hashable) -> list[torch.Tensor]:
         """Return the list of a key on a device, valid until two other layers have been asked for theirs."""
-        if self._copies is None or self._copies.device != device:
-            self._copies = _COPIES.get(device) or DeviceCopies(device)
-            _COPIES[device] = self._copies
-        return self._copies.get(self, key)
+        copies = _COPIES.get(device)
+        if copies is None:
+            copies = _COPIES[device] = DeviceCopies(device)
+        return copies.get(self, key)
 
     def pin(self, copies: offload.Copies) -> None:
-        """Pin the pages, which the first device that needs a copy does."""
+        """Pin the pages, which the first device that needs a copy does. They outlive copies to any other one."""
         every = self.pages.values()
-        pinned = [pages for pages in every if any(pages is other for other in self._pinned)]
-        self._pinned = pinned
+        self._pinned = [(other, by) for other, by in self._pinned if any(other is pages for pages in every)]
         for pages in every:
-            if not any(pages is other for other in pinned):
-                copies.pin(pages, "weights in host memory", _FIX)
-                pinned.append(pages)
+            users = [by for other, by in self._pinned if other is pages]
+            if copies not in users:
+                copies.hold(pages) if users else copies.pin(pages, "weights in host memory", _FIX)
+                self._pinned.append((pages, copies))
 
     def give_up(self) -> None:
-        """Free the copy on a device."""
-        if self._copies is not None and (copy := self.copy) in self._copies.layers:
-            assert copy is not None
-            self._copies.layers.remove(copy)
-            copy.give_up()
+        """Free the copies on devices."""
+        for device, copy in self.copies.items():
+            if copy in device.layers:
+                device.layers.remove(copy)
+                copy.give_up()
 
     def state(self) -> tuple[int, ...]:
-        """What differs after a change of values."""
-        return self.moves, self.changes, *(x._version for tensors in self.lists.values() for x in tensors)
+        """What differs after a change of values, or of the lists to copy."""
+        return (
+            self.moves,
+            self.changes,
+            len(self.unread),
+            *(x._version for tensors in self.lists.values() for x in tensors),
+        )
 
     def _state_of(self, key: Hashable) -> tuple[int, ...]:
         return self.changes, *(x._version for x in self.lists[key])
@@ -152,6 +159,7 @@ class DeviceCopies:
     def get(self, tensors: HostTensors, key: Hashable) -> list[torch.Tensor]:
         """Return the list of a key of a layer, and start the copy of the layer that is expected after it."""
         self._follow(tensors)
+        tensors.unread.discard(key)
         copy = self._find(tensors)
         if copy is None:
             self.misses += 1
@@ -185,9 +193,9 @@ class DeviceCopies:
         # Its memory is free for the new one.
         if len(self.layers) == _MOST:
             self.layers.pop(0).give_up()
-        copy = tensors.copy
-        if copy is None or copy.copies is not self.copies:
-            copy = tensors.copy = _Copy(tensors, self.copies)
+        copy = tensors.copies.get(self)
+        if copy is None:
+            copy = tensors.copies[self] = _Copy(tensors, self.copies)
         copy.start(tensors)
         return copy
 
@@ -213,6 +221,8 @@ class _Copy:
         self.state, self.stream = tensors.state(), self.copies.compute_stream()
         with torch.inference_mode(False), torch.no_grad():
             for key, pages in tensors.pages.items():
+                if key in tensors.unread:
+                    continue
                 if key not in self.lists or sizes_of(self.lists[key]) != sizes_of(tensors.lists[key]):
                     self.buffers[key] = torch.empty(pages.nbytes, dtype=torch.uint8, device=self.copies.device)
                     self.lists[key] = _cut(self.buffers[key], tensors.lists[key])

@@ -275,6 +275,11 @@ class Copies:
             raise MemoryError(f"{what}: expected {expected}, got error {failed}. {fix}")
         weakref.finalize(pages, _unpin, pages.data_ptr(), self.stream).atexit = False
 
+    def hold(self, pages: torch.Tensor) -> None:
+        """Let pages that the copies of another device have pinned be freed only after those of this one."""
+        # What was registered last is called first.
+        weakref.finalize(pages, self.stream.synchronize).atexit = False
+
 
 def new_pages(size: int) -> torch.Tensor:
     """Return `size` bytes of host memory in uint8, which share no page with others.

@@ -204,22 +204,13 @@ def of_devices(facts: Facts) -> Iterator[Rule]:
         yield size > 1, "whole rows", got, f"Set {name}=1.{'' if facts.padded else here}"
     yield from _of_shards(facts)
     shards = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    on_host = shards and any(map(names_in_host_memory, facts.record.models(trainer)))
     got, fix = "weights in host memory, of which each process has all", "Train with DDP, or leave them on the GPUs."
-    yield (
-        shards and any(map(names_in_host_memory, facts.record.models(trainer))),
-        "weights on the GPUs for FSDP and DeepSpeed",
-        got,
-        fix,
-    )
+    yield on_host, "weights on the GPUs for FSDP and DeepSpeed", got, fix
     stored = next(iter(in_fewer_bits(trainer.model)), None)
     got = f"{stored} in fewer bits, which FSDP and DeepSpeed cast without its scales, or cannot shard"
     fix = "Train with DDP, or dequantize the model when it is loaded."
-    yield (
-        stored and shards,
-        "weights that can be cast and sharded",
-        got,
-        fix,
-    )
+    yield stored and shards, "weights that can be cast and sharded", got, fix
     indexed = any(family.has_indexer for family in families_of(trainer.model, Own))
     zero_3 = trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
     yield indexed and zero_3, *INDEXER_UNDER_ZERO_3
@@ -232,13 +223,8 @@ def _of_shards(facts: Facts) -> Iterator[Rule]:
     if model is None or config is None:
         return
     processes, own = dist.get_world_size() if dist.is_initialized() else 1, trainer.args.world_size
-    got = f"{own}, each of which would read all rows"
-    yield (
-        processes != own,
-        f"a Trainer with the model's {processes} processes",
-        got,
-        "On a CPU, set ACCELERATE_USE_CPU=true.",
-    )
+    got, fix = f"{own}, each of which would read all rows", "On a CPU, set ACCELERATE_USE_CPU=true."
+    yield processes != own, f"a Trainer with the model's {processes} processes", got, fix
     stages = getattr(config, "pp_size", 1)
     yield stages > 1, "whole models", f"pp_size={stages}, which gives a process some of the layers", "Set pp_size=1."
     steps, tensors = trainer.args.gradient_accumulation_steps, trainer.get_tp_size()

@@ -96,15 +96,15 @@ def split(tokens: int, number: int) -> list[int]:
     return [(at + 1) * tokens // number - at * tokens // number for at in range(number)]
 
 
-def needs_of(model: torch.nn.Module, needs: Needs) -> Needs:
-    """Return the needs of a training with what its model tells: segments of rows, and prompts that rows share."""
-    trees = needs.trees or getattr(inner_model(model), "share_prompts", False)
-    return replace(needs, trees=trees, segment_tokens=min(needs.segment_tokens, segment_tokens_of(model.modules())))
-
-
 def start_for(model: torch.nn.Module, device: torch.device, dtype: torch.dtype, needs: Needs) -> list[Kernels]:
-    """Start as [`start_compiling`] for a model that is loaded, and for the models that its losses read."""
-    started = start_compiling(inner_model(model).config, device, dtype, needs_of(model, needs))
+    """Start as [`start_compiling`] for a model that is loaded, and for the models that its losses read.
+
+    The model tells of segments of rows, and of prompts that rows share.
+    """
+    inner = inner_model(model)
+    trees = needs.trees or getattr(inner, "share_prompts", False)
+    segment = min(needs.segment_tokens, segment_tokens_of(model.modules()))
+    started = start_compiling(inner.config, device, dtype, replace(needs, trees=trees, segment_tokens=segment))
     # They have no gradients, so their rows are whole.
     others: Iterable = (other for loss in losses_of(model) for other in loss.models)
     return started + [x for one in others for x in start_compiling(one.config, device, dtype, needs, trains=False)]

@@ -174,7 +174,7 @@ class MeasuredMemoryTest(unittest.TestCase):
             rows.add(row)
             files.add(file)
         self.assertGreaterEqual(files, {"step", "mtp", "peers", "one_document", "whole_steps", "expert_parallel"})
-        page = (ROOT / "docs/explained/memory.md").read_text().partition("## Measured and computed")[2]
+        page = (ROOT / "docs/reference/memory.md").read_text().partition("## Measured and computed")[2]
         lines = [" ".join(line.split()) for line in page.splitlines()]
         # Tokens, how layers are checkpointed, and two figures.
         figures = {line for line in lines if re.search(rf"\d( \d)? ({'|'.join(WAYS)}) [\d.]+ [\d.]+$", line)}

@@ -37,7 +37,7 @@ from transformers_packed import (
     keep_layers_in_host_memory,
     registered,
 )
-from transformers_packed.cli.finetune import untrained_model, with_adapters
+from transformers_packed.cli.models import untrained_model, with_adapters
 from transformers_packed.data.planning.exchanges import exchanges
 from transformers_packed.data.planning.memory import plan_sequence_parallel
 from transformers_packed.data.planning.step_memory import Parameters, checkpointed_layers, step_memory
@@ -130,6 +130,20 @@ def bytes_of_a_step(model):
     optimizer.step()
     moments = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
     return tuple(sum(x.nbytes for x in part) for part in (model.parameters(), [x.grad for x in trained], moments))
+
+
+# The rows of a table in the documentation.
+LORA, QLORA = ({"weights": "bfloat16", "lora_rank": 16, "load_in_4bit": in_4bit} for in_4bit in (False, True))
+CHOICES = {
+    "all weights, AdamW in float32": {"weights": "float32"},
+    "all weights, flash_adamw": {"weights": "bfloat16", "optimizer": "flash_adamw"},
+    "all weights, flash_adamw_release": {"weights": "bfloat16", "optimizer": "flash_adamw_release"},
+    "LoRA": LORA,
+    "LoRA, segments of 8,192 tokens": {**LORA, "segment_tokens": 8192},
+    "LoRA, layers in host memory": {**LORA, "layers_in_host_memory": True},
+    "QLoRA": QLORA,
+    "QLoRA, layers in host memory": {**QLORA, "layers_in_host_memory": True},
+}
 
 
 class FormulaeTest(unittest.TestCase):
@@ -280,8 +294,8 @@ class FormulaeTest(unittest.TestCase):
         found = sum(x.in_features * x.out_features for x in linear) + sum(x.numel() for x in experts)
         self.assertEqual(Parameters.of(config).quantized, found)
 
-    def test_the_page_has_these_figures(self):
-        page = (ROOT / "docs/explained/memory.md").read_text()
+    def test_the_pages_have_these_figures(self):
+        page = "".join((ROOT / "docs" / name / "memory.md").read_text() for name in ("explained", "reference"))
         # With single spaces between the columns.
         lines = {" ".join(line.split()) for line in page.splitlines()}
         config = Qwen3_5TextConfig()
@@ -300,6 +314,10 @@ class FormulaeTest(unittest.TestCase):
         self.assertIn(
             f"```text\n{plan_sequence_parallel(config, 2**19, 8, 80, weights='float32').summary()}\n```", page
         )
+        for name, options in CHOICES.items():
+            plans = [plan_sequence_parallel(config, tokens, 1, 1024, **options) for tokens in (2**14, 2**17)]
+            figures = [f"{need.total / GIB:.1f}" for plan in plans for need in plan.options[1]]
+            self.assertIn(f"{name} {' '.join(figures)}", lines)
 
 
 class SavedTest(InterpretedKernelsTest):

@@ -1,6 +1,6 @@
 """The number of processes per row and their communication: `plan_sequence_parallel`.
 
-All figures follow from the configuration. docs/explained/memory.md has the formulas and compares them with
+All figures follow from the configuration. docs/reference/memory.md has the formulas and compares them with
 measurements. Bytes are per GPU. Computation is in bfloat16.
 """
 

@@ -1,4 +1,4 @@
-"""The memory of a GPU in a step, by the formulae of docs/explained/memory.md. Bytes are per GPU, computation in bfloat16."""
+"""The memory of a GPU in a step, by the formulae of docs/reference/memory.md. Bytes are per GPU, computation in bfloat16."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -8,6 +8,7 @@ import torch
 from ...errors import input_error
 from ...ops.cross_entropy import TargetCount
 from ...parallel.shard import RowShard
+from ..host_experts import names_in_host_memory
 from ..inputs import resolve_boundaries
 from ..mtp_head import MtpHead, add_mtp, first_choices, head_of
 from ..trunk_row import TrunkRow, fill_ends
@@ -116,6 +117,13 @@ class MtpLoss(Loss):
             fix = 'Add the head after the adapters, or pass exclude_modules=r".*mtp\\..*" to PEFT.'
             raise input_error("a head of multi-token prediction without adapters, which no server reads", "some", fix)
         if not any(x.requires_grad for x in head.parameters()):
+            if names_in_host_memory(head):
+                expected, got = (
+                    "a head of multi-token prediction on the GPU, where it trains",
+                    "a frozen one in host memory",
+                )
+                fix = "Call head.requires_grad_(True) before keep_layers_in_host_memory."
+                raise input_error(expected, got, fix)
             # PEFT freezes everything but its adapters.
             head.requires_grad_(True)
 

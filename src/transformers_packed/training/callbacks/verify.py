@@ -233,16 +233,14 @@ class VerifyCallback(TrainerCallback):
         Returns the findings in words, and the seconds of a step.
         """
         trainer, model, words = self.trainer, row.model, "gradients between documents are 0"
-        unseen: UnseenError | None = None
+        look, unseen = partial(loss_of, trainer, model, row.batch), None
         if trainer.is_fsdp_enabled:
             words = "gradients between documents were not looked at, because FSDP frees weights"
         else:
-            look = partial(loss_of, trainer, model, row.batch)
             unseen = self._look_between(model, look, row.batch, row.places, _stops_training())
         seconds, losses = self._compare(row)
         if unseen is not None:
             raise unseen
-        look = partial(loss_of, trainer, model, row.batch)
         return f"{words}; loss {losses}{self._bits(model, look, row.batch, row.places)}", seconds
 
     def _bits(self, model, forward: Callable, batch: dict, places: list) -> str:

@@ -90,7 +90,7 @@ class WarmUpCallback(TrainerCallback):
         trainer = self.trainer
         compile_kernels(
             model,
-            needs_of(trainer),
+            needs_of_trainer(trainer),
             collator=trainer.data_collator,
             loss=self._loss,
             dtype=compute_dtype(trainer),
@@ -183,7 +183,7 @@ class GraphsCallback(WarmUpCallback):
             remove_graphs(model)
 
 
-def needs_of(trainer: Trainer) -> Needs:
+def needs_of_trainer(trainer: Trainer) -> Needs:
     """Return what the training of a Trainer needs, beside what its model tells."""
     parallel = getattr(trainer, "sequence_parallel", None)
     shared = {} if parallel is None else {"processes": parallel.size, "method": parallel.gated_delta_rule}
@@ -202,7 +202,7 @@ def start_threads(trainer: Trainer) -> None:
     if not compiles_kernels(trainer.args.device):
         return
     try:
-        start_for(trainer.model, trainer.args.device, compute_dtype(trainer), needs_of(trainer))
+        start_for(trainer.model, trainer.args.device, compute_dtype(trainer), needs_of_trainer(trainer))
     except Exception as error:
         # The first forward starts them, too.
         logger.info(f"No kernel is compiled before the first row: {described(error)}.")
