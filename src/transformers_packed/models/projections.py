@@ -14,7 +14,7 @@ from ..ops.dispatch import ran
 from ..ops.linear import fused_linears, product_dtype
 from ..ops.norm import gated_rms_norm
 from ..ops.terms import Adapter, Float8Weight, Projection
-from .float8 import is_in_float8, warn_about
+from .float8_marks import is_in_float8, warn_about
 from .lora import adapters_of, is_lora
 from .stored_weights import is_in_blocks, weight_of_layer
 from .untouched import is_untouched

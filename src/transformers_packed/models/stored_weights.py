@@ -15,9 +15,10 @@ from ..ops.autograd import autocast_dtype
 from ..ops.backends.triton import ceil_div
 from ..ops.dequantization import dequantize_4bit, dequantize_blocks, dequantize_rows
 from ..ops.float8 import float8_rows_of
-from ..ops.terms import Dequantized, DequantizedExperts, Float8Weight
+from ..ops.float8_blocks import BLOCK
+from ..ops.terms import Dequantized, DequantizedExperts, Float8Experts, Float8Weight
 from .checkpoint_formats import Blocks, PackedWeight
-from .host_parameters import HostWeight, copies_of, needs_copies
+from .host_parameters import WEIGHTS, HostWeight, copies_of, needs_copies
 from .quantized_weights import StoredWeight, with_tensors
 from .untouched import is_bare_linear, is_untouched
 
@@ -126,14 +127,15 @@ class ExpertsWeight(NamedTuple):
     """A weight of experts.
 
     Args:
-        weight (`torch.Tensor` or [`DequantizedExperts`]):
+        weight (`torch.Tensor`, [`DequantizedExperts`] or [`Float8Experts`]):
             The weight where it is stored.
         compute (`Callable[[Sequence[torch.Tensor], int, int], torch.Tensor]`):
             Returns the weights of some experts, as [`DequantizedExperts`] does, from copies of the tensors that hold them.
+            Of [`Float8Experts`], it returns the values and the scales.
     """
 
-    weight: torch.Tensor | DequantizedExperts
-    compute: Callable[..., torch.Tensor]
+    weight: torch.Tensor | DequantizedExperts | Float8Experts
+    compute: Callable[..., Any]
 
     @classmethod
     def stored(cls, shape: torch.Size, dtype: torch.dtype, tensors: Sequence[torch.Tensor], compute: Callable) -> Any:
@@ -141,7 +143,7 @@ class ExpertsWeight(NamedTuple):
         return cls(DequantizedExperts(shape, dtype, partial(compute, tensors)), compute)
 
 
-def _plain_experts(module, name, hidden_states):
+def _plain_experts(module, name, in_float8, hidden_states):
     weight = getattr(module, name)
     plain = type(weight) in (torch.Tensor, torch.nn.Parameter, HostWeight) and not has_experts_in_blocks(module)
     return ExpertsWeight(weight, _some) if plain else None
@@ -151,11 +153,14 @@ def _some(tensors: Sequence[torch.Tensor], first: int, last: int) -> torch.Tenso
     return tensors[0][first:last]
 
 
-def _stored_experts(module, name, hidden_states):
+def _stored_experts(module, name, in_float8, hidden_states):
     """Experts in bitsandbytes' 4 bit, or of a quantized checkpoint."""
     weight = getattr(module, name)
     if not isinstance(weight, StoredWeight) or weight.requires_grad:
         return None
+    if in_float8:
+        blocks: Any = weight
+        return _in_float8((blocks.stored.values, blocks.stored.scale), weight.product_dtype)
 
     def compute(tensors: Sequence[torch.Tensor], first: int, last: int, impl: str = "auto") -> torch.Tensor:
         return with_tensors(weight, tensors).compute(first, last, impl)
@@ -163,7 +168,7 @@ def _stored_experts(module, name, hidden_states):
     return ExpertsWeight(DequantizedExperts(weight.shape, weight.product_dtype, weight.compute), compute)
 
 
-def _torchao_experts(module, name, hidden_states):
+def _torchao_experts(module, name, in_float8, hidden_states):
     weight = getattr(module, name)
     stored = None if weight.requires_grad else float8_rows_of(weight)
     if stored is None:
@@ -177,9 +182,46 @@ def _torchao_experts(module, name, hidden_states):
     return ExpertsWeight.stored(stored[0].shape, dtype, stored, compute)
 
 
-def _experts_in_blocks(module, name, hidden_states):
+def _experts_in_blocks(module, name, in_float8, hidden_states):
     """Experts as [`_in_blocks`] has linear layers."""
-    return _blocks_of(module, name, hidden_states) if has_experts_in_blocks(module) else None
+    if not has_experts_in_blocks(module):
+        return None
+    if not in_float8:
+        return _blocks_of(module, name, hidden_states)
+    given = getattr(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
+    return _in_float8(given, autocast_dtype(hidden_states) or hidden_states.dtype)
+
+
+def _in_float8(given: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> ExpertsWeight:
+    def compute(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        values, scale = tensors
+        return values, scale.float()
+
+    return ExpertsWeight(Float8Experts(given[0].shape, dtype, partial(compute, given)), compute)
+
+
+def why_not_in_float8(module: Any) -> str | None:
+    """Return why the products of experts that are stored in float8 cannot run in it, or an empty string if they can.
+
+    For any other module, return `None`.
+    """
+    if has_experts_in_blocks(module):
+        if module.activation_scheme == "static":
+            return "has scales for its inputs, which would be ignored"
+        blocks = [(module.block_size, getattr(module, name)) for name in WEIGHTS]
+    else:
+        weights = [getattr(module, name, None) for name in WEIGHTS]
+        stored = [x.stored for x in weights if isinstance(x, PackedWeight) and isinstance(x.stored, Blocks)]
+        if len(stored) < len(WEIGHTS):
+            return None
+        blocks = [(x.block, x.values) for x in stored]
+    for block, values in blocks:
+        if block is None or tuple(block) != (BLOCK, BLOCK) or any(size % BLOCK for size in values.shape[1:]):
+            got = f"{tuple(values.shape[1:])} and {block and tuple(block)}"
+            return f"needs sizes in multiples of {BLOCK} and blocks of {BLOCK} x {BLOCK}, not {got}"
+        if values.dtype != torch.float8_e4m3fn:
+            return f"needs weights in e4m3, not {values.dtype}"
+    return ""
 
 
 # Each gets a layer, whether its products run in float8, and its input. It also has to see that the layer is untouched. For
@@ -191,8 +233,8 @@ _LINEAR: tuple[Callable[[torch.nn.Module, bool, torch.Tensor], Any], ...] = (
     _released,
     _in_blocks,
 )
-# Each gets a module of experts, the name of the weight, and the input.
-_EXPERTS: tuple[Callable[[torch.nn.Module, str, torch.Tensor], ExpertsWeight | None], ...] = (
+# Each gets a module of experts, the name of the weight, whether its products run in float8, and the input.
+_EXPERTS: tuple[Callable[[torch.nn.Module, str, bool, torch.Tensor], ExpertsWeight | None], ...] = (
     _plain_experts,
     _stored_experts,
     _torchao_experts,
@@ -206,13 +248,16 @@ def weight_of_layer(layer: torch.nn.Module, in_float8: bool, hidden_states: torc
 
 
 def weight_of_experts(
-    module: torch.nn.Module, name: str, hidden_states: torch.Tensor
-) -> torch.Tensor | DequantizedExperts | None:
+    module: torch.nn.Module, name: str, in_float8: bool, hidden_states: torch.Tensor
+) -> torch.Tensor | DequantizedExperts | Float8Experts | None:
     """Return a weight of experts for the op, or `None` if it is of an unknown kind."""
-    found = next((x for x in (kind(module, name, hidden_states) for kind in _EXPERTS) if x is not None), None)
+    kinds = (kind(module, name, in_float8, hidden_states) for kind in _EXPERTS)
+    found = next((x for x in kinds if x is not None), None)
     if found is None or not needs_copies(module, hidden_states.device):
         return None if found is None else found.weight
     weight, tensors = found.weight, copies_of(module, name, hidden_states.device)
+    if isinstance(weight, Float8Experts):
+        return weight._replace(stored=lambda: found.compute(tensors()))
 
     def compute(first: int, last: int, **options: Any) -> torch.Tensor:
         return found.compute(tensors(), first, last, **options)
