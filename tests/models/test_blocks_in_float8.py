@@ -1,5 +1,6 @@
 """LoRA over layers and experts of a checkpoint in FP8, as Transformers loads them: a scale for each block, or for all."""
 
+import copy
 import unittest
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from common.processes import run_processes
 from common.shown import shows
 from mixins.lora import randomized
 from mixins.model import packed_batch, total_relative_error
-from mixins.patch import builtin_model
+from mixins.patch import CONFIGS, builtin_model
 from mixins.stored import DOCUMENTS, StoredWeightsTestCase, run
 from parameterized import parameterized
 from safetensors.torch import load_file
@@ -20,14 +21,24 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts, FP8Linear
 
-from transformers_packed import patch_model, registered
+from transformers_packed import patch_model, registered, use_float8
+from transformers_packed.audit.isolation import changed_by_others
+from transformers_packed.models import experts, float8, float8_marks
+from transformers_packed.models.checkpoint_formats import Blocks, PackedWeight
 from transformers_packed.models.experts import _adapters_of, isolates
 from transformers_packed.models.families import EXPERT_WEIGHTS
+from transformers_packed.models.float8_marks import MARK
 from transformers_packed.models.projections import terms_of
 from transformers_packed.models.releases import IGNORED_BY_DDP
-from transformers_packed.models.stored_weights import in_fewer_bits, weight_of_layer
+from transformers_packed.models.stored_weights import (
+    in_fewer_bits,
+    weight_of_experts,
+    weight_of_layer,
+    why_not_in_float8,
+)
+from transformers_packed.ops import implementations_used
 from transformers_packed.ops.dispatch import _used
-from transformers_packed.ops.terms import Dequantized
+from transformers_packed.ops.terms import Dequantized, DequantizedExperts, Float8Experts
 
 
 def layer_in_blocks() -> FP8Linear:
@@ -214,6 +225,172 @@ class BlocksTest(StoredWeightsTestCase):
         else:
             module.gate_softcap = 5.0
         self.assertFalse(isolates(module))
+
+
+def mixture(block=(128, 128), layers: int = 4, **sizes):
+    """A mixture whose experts have blocks of 128 x 128."""
+    config = copy.deepcopy(CONFIGS["qwen3_5_moe"])
+    kinds = (["linear_attention"] * 2 + ["full_attention"]) * layers
+    changed = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": layers, "layer_types": kinds[:layers]}
+    # With larger weights, rounding changes the experts of some tokens.
+    changed["initializer_range"] = 0.02
+    for name, value in (changed | sizes).items():
+        setattr(config, name, value)
+    return stored_and_plain(patch_model(builtin_model("qwen3_5_moe", config=config)), block)
+
+
+def experts_in_float8(model):
+    return {name.removesuffix(".experts") for name, x in model.named_modules() if vars(x).get(MARK) is not None}
+
+
+def with_experts(layer, name):
+    return isinstance(layer, FP8Experts)
+
+
+class ExpertsInFloat8Test(unittest.TestCase):
+    """`use_float8` multiplies the stored bytes of experts."""
+
+    def setUp(self):
+        _used.clear()
+
+    def gradients(self, model):
+        """Of the parameters that both models have in float32 and train."""
+        found = run(model.requires_grad_(True))[1]
+        return {name: x for name, x in found.items() if "norm" in name or name.endswith("mlp.gate.weight")}
+
+    def test_by_default(self):
+        """Experts of all layers but the first and the last one, and for rows of any length."""
+        model, plain = mixture()
+        with mock.patch.object(float8.logger, "info") as log:
+            use_float8(model)
+        self.assertIn(" and 2 of 4 modules of experts train in float8.", log.call_args.args[0])
+        inner = {f"model.layers.{i}.mlp" for i in (1, 2)}
+        self.assertEqual({x for x in experts_in_float8(model) if x.endswith("mlp")}, inner)
+        found, expected = self.gradients(model), self.gradients(plain)
+        self.assertEqual(implementations_used()["experts_float8"], ["reference"])
+        self.assertEqual(found.keys(), expected.keys())
+        error = total_relative_error(found, expected)
+        self.assertTrue(5e-3 < error < 0.1, error)
+        use_float8(model, lambda *_: False)
+        self.assertEqual(experts_in_float8(model), set())
+        self.assertLess(total_relative_error(self.gradients(model), expected), 2e-6)
+
+    def test_evaluation_is_that_of_the_stored_weights(self):
+        model, plain = mixture()
+        use_float8(model, with_experts)
+        batch = packed_batch(DOCUMENTS, "cu_seqlens")
+        with torch.no_grad():
+            found, expected = (x.eval()(**batch).logits for x in (model, plain))
+            self.assertLess((found - expected).abs().max(), 1e-5)
+            self.assertGreater((model.train()(**batch).logits - expected).abs().max(), 1e-3)
+
+    @parameterized.expand([(False,), (True,)])
+    def test_adapters(self, checkpointing):
+        from peft import LoraConfig, get_peft_model
+
+        model, plain = mixture(layers=3)
+        use_float8(model, with_experts)
+        gradients = []
+        for each in (model, plain):
+            torch.manual_seed(1)
+            config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=list(EXPERT_WEIGHTS))
+            adapted = randomized(get_peft_model(each, config))
+            if gradients:
+                adapted.load_state_dict(adapters, strict=False)
+            adapters = {name: x for name, x in adapted.state_dict().items() if "lora_" in name}
+            if checkpointing:
+                adapted.gradient_checkpointing_enable({"use_reentrant": False})
+            gradients.append(run(adapted.train())[1])
+        self.assertEqual(implementations_used()["experts_float8_lora"], ["reference"])
+        self.assertEqual(gradients[0].keys(), gradients[1].keys())
+        error = total_relative_error(*gradients)
+        self.assertTrue(5e-3 < error < 0.1, error)
+
+    def test_documents_stay_apart(self):
+        model, _ = mixture()
+        use_float8(model, with_experts)
+        batch = packed_batch(DOCUMENTS, "cu_seqlens")
+        places = list(torch.arange(sum(map(len, DOCUMENTS))).split([len(x) for x in DOCUMENTS]))
+        self.assertLess(changed_by_others(model, lambda: model(**batch), batch, places), 1e-4)
+
+    @parameterized.expand(
+        [
+            ("blocks", {"block": (64, 128)}, r"blocks of 128 x 128, not \(256, 128\) and \(64, 128\)"),
+            ("no_blocks", {"block": None}, "blocks of 128 x 128, not .* and None"),
+            ("sizes", {"moe_intermediate_size": 64}, r"multiples of 128 .*, not \(128, 64\)"),
+            ("static", {}, "has scales for its inputs"),
+        ]
+    )
+    def test_experts_that_are_refused(self, kind, options, message):
+        model, _ = mixture(**options)
+        for module in model.modules():
+            if kind == "static" and isinstance(module, FP8Experts):
+                module.activation_scheme = "static"
+        with self.assertRaisesRegex(ValueError, f"model.layers.0.mlp.experts, which .*{message}"):
+            use_float8(model, with_experts)
+        self.assertEqual(experts_in_float8(model), set())
+        # By default, they are left out.
+        use_float8(model)
+        self.assertFalse(any(x.endswith("mlp") for x in experts_in_float8(model)))
+
+    def test_plain_experts_are_not_asked_about(self):
+        asked = []
+        use_float8(patch_model(builtin_model("qwen3_5_moe")), lambda module, name: asked.append(module))
+        self.assertTrue(all(isinstance(module, torch.nn.Linear) for module in asked))
+
+    @parameterized.expand(["dequantized", "activation"])
+    def test_experts_that_have_changed_since(self, kind):
+        """They run as without float8, and the log says why."""
+        model, plain = mixture(layers=2)
+        use_float8(model, with_experts)
+        for module in (x for each in (model, plain) for x in each.modules() if hasattr(x, "down_proj")):
+            if kind == "dequantized" and isinstance(module, FP8Experts):
+                module.block_size = (64, 128)
+                module.gate_up_proj_scale_inv.data = module.gate_up_proj_scale_inv.data.repeat_interleave(2, 1)
+                module.down_proj_scale_inv.data = module.down_proj_scale_inv.data.repeat_interleave(2, 1)
+        if kind == "activation":
+            return self.check_activation(model)
+        with mock.patch.object(float8_marks.logger, "warning_once") as warn:
+            found = self.gradients(model)
+        self.assertRegex(warn.call_args.args[0], "FP8Experts runs in its own dtype, because it needs .* blocks of 128")
+        self.assertLess(total_relative_error(found, self.gradients(plain)), 2e-6)
+
+    def check_activation(self, model):
+        module = next(x for x in model.modules() if isinstance(x, FP8Experts))
+        module.act_fn = torch.nn.GELU()
+        x = torch.randn(3, 128)
+        index, weights = torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
+        theirs = mock.patch.object(experts, "fp8_grouped_mm_experts_forward", lambda *_: x)
+        with mock.patch.object(float8_marks.logger, "warning_once") as warn, theirs:
+            experts.experts_forward(module, x, index, weights)
+        self.assertIn("because their activation is not SiLU", warn.call_args.args[0])
+
+    def test_gpus_without_the_kernel(self):
+        model, _ = mixture(layers=2)
+        use_float8(model, with_experts)
+        module = next(x for x in model.modules() if isinstance(x, FP8Experts))
+        x = mock.Mock(wraps=torch.empty(3, 128), shape=(3, 128), dtype=torch.bfloat16, is_cuda=True)
+        x.device = torch.device("cuda", 0)
+        with mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (8, 0)):
+            with self.assertRaisesRegex(ValueError, "capability 9.0 to 11.0.*module_filter that leaves experts out"):
+                experts._weights_for_op(module, x, None, None)
+
+    def test_experts_of_other_checkpoints(self):
+        """Weights in blocks of 128 that compressed-tensors has written."""
+        module = torch.nn.Module()
+        for name, shape in (("gate_up_proj", (2, 256, 128)), ("down_proj", (2, 128, 128))):
+            values, scale = torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(2, shape[1] // 128, 1)
+            weight = PackedWeight(Blocks(values, scale, (128, 128), torch.bfloat16), torch.bfloat16)
+            setattr(module, name, torch.nn.Parameter(weight, requires_grad=False))
+        self.assertEqual(why_not_in_float8(module), "")
+        for name in ("gate_up_proj", "down_proj"):
+            weight = weight_of_experts(module, name, True, torch.zeros(1, 128))
+            self.assertIsInstance(weight, Float8Experts)
+            stored = getattr(module, name).stored
+            self.assertEqual((weight.shape, weight.dtype), (stored.values.shape, torch.bfloat16))
+            for found, expected in zip(weight.stored(), stored, strict=False):
+                self.assertIs(found, expected)
+            self.assertIsInstance(weight_of_experts(module, name, False, torch.zeros(1, 128)), DequantizedExperts)
 
 
 if __name__ == "__main__":
