@@ -231,7 +231,12 @@ def mixture(block=(128, 128), layers: int = 4, **sizes):
     """A mixture whose experts have blocks of 128 x 128."""
     config = copy.deepcopy(CONFIGS["qwen3_5_moe"])
     kinds = (["linear_attention"] * 2 + ["full_attention"]) * layers
-    changed = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": layers, "layer_types": kinds[:layers]}
+    changed = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "layer_types": kinds[:layers],
+    }
     # With larger weights, rounding changes the experts of some tokens.
     changed["initializer_range"] = 0.02
     for name, value in (changed | sizes).items():
@@ -290,7 +295,7 @@ class ExpertsInFloat8Test(unittest.TestCase):
 
         model, plain = mixture(layers=3)
         use_float8(model, with_experts)
-        gradients = []
+        gradients, adapters = [], {}
         for each in (model, plain):
             torch.manual_seed(1)
             config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=list(EXPERT_WEIGHTS))

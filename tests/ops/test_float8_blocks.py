@@ -300,9 +300,7 @@ class ExpertsTest(InterpretedKernelsTest):
             return blocks
 
         weights = {name: getattr(case, name) for name in ("gate_up", "down")}
-        given = [
-            Float8Experts(w.shape, BFLOAT16, partial(stored, name, blocks_of(w))) for name, w in weights.items()
-        ]
+        given = [Float8Experts(w.shape, BFLOAT16, partial(stored, name, blocks_of(w))) for name, w in weights.items()]
         y = experts(case.x.requires_grad_(), case.index, case.weights, *given, impl=impl)
         forward = list(asked)
         y.backward(case.upstream)

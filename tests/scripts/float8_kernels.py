@@ -28,7 +28,7 @@ def product(target, rank, n, k, *, transposed, of_tokens):
     }
     constants = {"N": n, "K": k, "RANK": rank, "TOP": 8 * of_tokens, "TRANSPOSED": transposed, "AS_STORED": False}
     constants |= {"ROWS": height, "WIDE": True, "BLOCK": BLOCK, "PROGRAMS": 132}
-    constants |= {"JOINED": not rank or target < 100}
+    constants |= {"JOINED": target < 100}
     options = {"num_warps": 8, "num_stages": kernels._STAGES}
     return shared_memory(kernels._rows_times_experts, target, signature, constants, **options)
 

@@ -22,7 +22,7 @@ from ...float8_blocks import BLOCK
 from ...terms import PIECE as _PIECE
 from . import ceil_div, next_power_of_2
 from .float8 import bits, inverse, packed_at, scale_of
-from .grouped_products import Plan, _described, _load_rows, _store_in_parts, _tile, _tiles_of
+from .grouped_products import _ROWS, Plan, _described, _load_rows, _store_in_parts, _tile, _tiles_of
 
 
 # Rows that a program casts at a time, and blocks that a product loads ahead, for which shared memory has room.
@@ -150,7 +150,7 @@ def _rows_times_experts(
             if WIDE:
                 up += BLOCK if TRANSPOSED else 0
                 right = _adapted(right, low, up_desc, up, column + BLOCK, TRANSPOSED)
-        else:
+        elif JOINED:
             total = _plus_nothing(total, ROWS, BLOCK)
             if WIDE:
                 right = _plus_nothing(right, ROWS, BLOCK)
@@ -226,17 +226,20 @@ def _gate_backward_rows(
 
 
 class CastRows(NamedTuple):
-    """Rows `[R, C]` in float8, the scales `[C / 128, R]` of their blocks, and the rows themselves if adapters read them."""
+    """Rows `[R, C]` in float8, the scales `[C / 128, R]` of their blocks, the dtype of products, and the rows themselves if
+    adapters read them.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor
+    dtype: torch.dtype
     plain: torch.Tensor | None
 
     @classmethod
     def empty(cls, rows: int, columns: int, like: torch.Tensor, plain: bool) -> "CastRows":
         values = like.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
         scale = like.new_empty(columns // BLOCK, rows, dtype=torch.float32)
-        return cls(values, scale, like.new_empty(rows, columns) if plain else None)
+        return cls(values, scale, like.dtype, like.new_empty(rows, columns) if plain else None)
 
 
 def cast_in_blocks(x: torch.Tensor) -> CastRows:
@@ -267,18 +270,21 @@ class Float8Plan(Plan):
     def rows_times_experts(self, a, weight, factors=None, *, transposed: bool, of_tokens: bool = False):
         _, n, k = weight.shape if transposed else (weight.shape[0], *weight.shape[:0:-1])
         a = a if isinstance(a, CastRows) else cast_in_blocks(a)
-        y = torch.empty(len(self.order), n, dtype=weight.dtype, device=a.values.device)
+        y = torch.empty(len(self.order), n, dtype=a.dtype, device=a.values.device)
         source = a.values if of_tokens else TensorDescriptor.from_tensor(a.values, [self.height, BLOCK])
         low, rank, second = self._adapter(a.plain, factors, BLOCK, transposed, of_tokens)
-        # As for other weights, Triton cannot compile the joined loops of an adapter for Blackwell.
-        joined = self.joined and not (rank and self.architecture >= 10)
+        # As for other weights with an adapter, Triton may not compile joined loops for Blackwell.
+        joined = self.joined and self.architecture < 10
+        # Half of the rows leave room for another program.
+        share = _ROWS // self.height
+        programs = self.programs * share
         values, scale = weight.stored()
         as_stored = self.as_stored and not transposed
         for first, last, w in self._weights(values, transposed or as_stored):
-            _rows_times_experts[(self.programs,)](
+            _rows_times_experts[(programs,)](
                 source, a.scale, w, scale, low, second, y, self.order, self.table, self.tiles, a.scale.shape[1], first,
                 last, n, k, rank, self.top_k * of_tokens, transposed, as_stored, self.height, n % (2 * BLOCK) == 0,
-                BLOCK, self.programs, joined, num_warps=8, num_stages=_STAGES,
+                BLOCK, programs, joined, num_warps=8 // share, num_stages=_STAGES // share,
             )  # fmt: skip
             del w
         return y, low
@@ -297,12 +303,16 @@ class Float8Plan(Plan):
 
     def gate_up(self, x, weight, factors, keep: bool, adapted: bool = True):
         both, low = self.rows_times_experts(x, weight, factors, transposed=True, of_tokens=True)
+        return self.gated(both, adapted), both if keep else None, low
+
+    def gated(self, both, adapted: bool):
+        """Return `silu(gate) * up` of each row in float8, and as it is if an adapter reads it."""
         rows, n = both.shape[0], both.shape[1] // 2
         h = CastRows.empty(rows, n, both, adapted)
         _gate_forward_rows[(rows,)](
             both, h.plain, h.values, h.scale, self.ends[-1:], rows, n, adapted, next_power_of_2(n // BLOCK), BLOCK
         )
-        return h, both if keep else None, low
+        return h
 
     def gate_backward(self, both, dh, weights, adapted=(True, True)):
         d_weights, (rows, n) = torch.zeros_like(weights), dh.shape
