@@ -31,7 +31,7 @@ from step import timed
 from transformers import set_seed
 
 from transformers_packed.ops import choose_experts
-from transformers_packed.ops.backends.triton.float8_experts import Float8Plan, cast_in_blocks, transposed
+from transformers_packed.ops.backends.triton.float8_blocks import Float8Plan, cast_in_blocks, transposed
 from transformers_packed.ops.backends.triton.grouped_products import Factors, Plan
 from transformers_packed.ops.dequantization import dequantize_blocks
 from transformers_packed.ops.terms import DequantizedExperts, Float8Experts

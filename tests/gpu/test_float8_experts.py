@@ -70,8 +70,8 @@ class CudaFloat8ExpertsTest(unittest.TestCase):
             self.assertTrue(torch.equal(a, b), number)
 
     def test_casts(self):
-        from transformers_packed.ops.backends.triton.float8_experts import cast_in_blocks as kernel
-        from transformers_packed.ops.backends.triton.float8_experts import transposed
+        from transformers_packed.ops.backends.triton.float8_blocks import cast_in_blocks as kernel
+        from transformers_packed.ops.backends.triton.float8_blocks import transposed
 
         x = random(1000, HIDDEN) * 10.0 ** torch.linspace(-30, 30, 1000, device="cuda")[:, None].bfloat16()
         x[5, 3], x[6, 7], x[7] = float("nan"), float("inf"), 0
@@ -84,7 +84,7 @@ class CudaFloat8ExpertsTest(unittest.TestCase):
     @parameterized.expand([("gate_up", True), ("gate_up", False), ("down", True), ("down", False)])
     def test_products(self, name, forward):
         """Each of the four products, with sums in float32 of the same casts."""
-        from transformers_packed.ops.backends.triton.float8_experts import Float8Plan
+        from transformers_packed.ops.backends.triton.float8_blocks import Float8Plan
 
         plan = Float8Plan.of(choose_experts(self.logits, TOP)[1], NUMBER)
         weight = dict(zip(("gate_up", "down"), self.weights(), strict=True))[name]

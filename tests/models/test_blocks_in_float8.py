@@ -38,7 +38,7 @@ from transformers_packed.models.stored_weights import (
 )
 from transformers_packed.ops import implementations_used
 from transformers_packed.ops.dispatch import _used
-from transformers_packed.ops.terms import Dequantized, DequantizedExperts, Float8Experts
+from transformers_packed.ops.terms import BlocksWeight, Dequantized, DequantizedExperts, Float8Experts, Float8Weight
 
 
 def layer_in_blocks() -> FP8Linear:
@@ -194,9 +194,21 @@ class BlocksTest(StoredWeightsTestCase):
         self.assertIs(dtype, torch.bfloat16)
         self.assertTrue(torch.equal(projection.weight.compute(), expected.to(torch.bfloat16)))
 
-    @shows("fp8", "FP8 products (`--float8`)", says="no")
+    @shows("fp8", "FP8 products (`--float8`)")
     def test_products_in_float8(self):
+        """Of the stored bytes, in blocks of 128 x 128."""
+        model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(256, 128)})
+        store(model, (128, 128), "ue8m0")
+        layer, x = model["q_proj"], torch.randn(5, 256)
+        found = weight_of_layer(layer, True, x)
+        self.assertIsInstance(found, BlocksWeight)
+        self.assertEqual(found.values.data_ptr(), layer.weight.data_ptr())
+        self.assertTrue(torch.equal(found.scale, layer.weight_scale_inv.float()))
+        self.assertIs(found.dtype, torch.float32)
+        self.assertIs(type(weight_of_layer(layer, False, x)), Dequantized)
         self.assertIs(type(weight_of_layer(layer_in_blocks(), True, torch.randn(5, 48))), Dequantized)
+        layer.activation_scheme = "static"
+        self.assertIs(type(weight_of_layer(layer, True, x)), Dequantized)
 
     @parameterized.expand(["hook", "forward", "dequantized"])
     def test_layers_that_run_themselves(self, kind):
@@ -288,6 +300,26 @@ class ExpertsInFloat8Test(unittest.TestCase):
             found, expected = (x.eval()(**batch).logits for x in (model, plain))
             self.assertLess((found - expected).abs().max(), 1e-5)
             self.assertGreater((model.train()(**batch).logits - expected).abs().max(), 1e-3)
+
+    def test_linear_layers(self):
+        """Those in blocks of 128 x 128 are chosen as others are, and others in blocks are refused."""
+        model, plain = mixture()
+        layers = {
+            f"model.layers.{i}.linear_attn.{x}" for i in range(4) for x in ("in_proj_qkv", "in_proj_z", "out_proj")
+        }
+        linear = {name: x for name, x in model.named_modules() if isinstance(x, FP8Linear)}
+        able = {name for name, x in linear.items() if not (x.in_features % 128 or x.out_features % 128)}
+        self.assertTrue(able and layers & linear.keys() and able < linear.keys())
+        use_float8(model, lambda layer, name: name in able)
+        found, expected = self.gradients(model), self.gradients(plain)
+        self.assertEqual(implementations_used()["linear_float8"], ["fused"])
+        self.assertTrue(5e-3 < total_relative_error(found, expected) < 0.1)
+        use_float8(model)
+        chosen = {name for name, x in linear.items() if vars(x)[MARK] is not None}
+        self.assertEqual(chosen, {x for x in able if "layers.1." in x or "layers.2." in x})
+        other = next(iter(linear.keys() - able))
+        with self.assertRaisesRegex(ValueError, f"{other}, which (needs sizes in multiples of 128|is .* multiples)"):
+            use_float8(model, lambda layer, name: name == other)
 
     @parameterized.expand([(False,), (True,)])
     def test_adapters(self, checkpointing):
@@ -396,6 +428,16 @@ class ExpertsInFloat8Test(unittest.TestCase):
             for found, expected in zip(weight.stored(), stored, strict=False):
                 self.assertIs(found, expected)
             self.assertIsInstance(weight_of_experts(module, name, False, torch.zeros(1, 128)), DequantizedExperts)
+
+    def test_linear_layers_of_other_checkpoints(self):
+        for block, kind in (((128, 128), BlocksWeight), ((1, 256), Float8Weight), ((128, 64), Dequantized)):
+            values = torch.randn(128, 256).to(torch.float8_e4m3fn)
+            scale = torch.rand(128 // block[0], 256 // block[1])
+            layer = torch.nn.Linear(256, 128, bias=False)
+            weight = PackedWeight(Blocks(values, scale, block, torch.float32), torch.bfloat16)
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            self.assertIs(type(weight_of_layer(layer, True, torch.zeros(1, 256))), kind)
+            self.assertIs(type(weight_of_layer(layer, False, torch.zeros(1, 256))), Dequantized)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ from mixins.triton import InterpretedKernelsTest
 from ops.test_moe import AROUND, BFLOAT16, FLOAT32, FLOAT64, Case, bits, choices, each, leaks, normal
 from parameterized import parameterized
 
-from transformers_packed.ops import experts, implementations_used
+from transformers_packed.ops import experts, glu, implementations_used
 from transformers_packed.ops.dispatch import _used
-from transformers_packed.ops.float8_blocks import BLOCK, cast_in_blocks, product_in_blocks
-from transformers_packed.ops.terms import Adapter, DequantizedExperts, Float8Experts
+from transformers_packed.ops.float8_blocks import BLOCK, cast_in_blocks, product_in_blocks, verify
+from transformers_packed.ops.linear import shared_input_linears
+from transformers_packed.ops.terms import Adapter, BlocksWeight, DequantizedExperts, Float8Experts, Projection
 
 
 FLOAT8 = torch.float8_e4m3fn
@@ -117,7 +118,7 @@ class CastTest(InterpretedKernelsTest):
         self.assertEqual(values[3].float().isnan().nonzero().tolist(), [[130]])
 
     def test_kernel_has_the_same_bits(self):
-        from transformers_packed.ops.backends.triton.float8_experts import cast_in_blocks as kernel
+        from transformers_packed.ops.backends.triton.float8_blocks import cast_in_blocks as kernel
 
         # In numpy, a maximum of NaN is NaN.
         x = self.rows(BFLOAT16).nan_to_num(nan=1.0)
@@ -130,7 +131,7 @@ class CastTest(InterpretedKernelsTest):
         self.assertTrue(torch.equal(*(x.view(torch.uint8)[each_number] for x in (found.values, values))))
 
     def test_transposed_copy(self):
-        from transformers_packed.ops.backends.triton.float8_experts import transposed
+        from transformers_packed.ops.backends.triton.float8_blocks import transposed
 
         weights = normal(3, 256, 384).to(FLOAT8)
         found = transposed(weights)
@@ -153,7 +154,7 @@ class ProductTest(InterpretedKernelsTest):
         each([(n, k, transposed) for n, k in ((256, 128), (128, 384), (384, 256)) for transposed in (1, 0)])
     )
     def test_kernel(self, _, n, k, transposed):
-        from transformers_packed.ops.backends.triton import float8_experts as kernels
+        from transformers_packed.ops.backends.triton import float8_blocks as kernels
 
         weights = normal(4, *((n, k) if transposed else (k, n)), seed=2).to(BFLOAT16)
         stored, plan = in_float8(weights), kernels.Float8Plan.of(ROUTING, 4)
@@ -175,8 +176,25 @@ class ProductTest(InterpretedKernelsTest):
             with mock.patch.object(kernels.Float8Plan, "as_stored", True):
                 self.assertTrue(torch.equal(plan.rows_times_experts(*call, **options)[0], found))
 
+    @parameterized.expand(each([(300, 256, 384), (5, 384, 128)]))
+    def test_kernel_for_one_weight(self, _, tokens, n, k):
+        from transformers_packed.ops.backends.triton import float8_blocks as kernels
+
+        weight, scale = blocks_of(normal(n, k, seed=2))
+        # More tiles of rows than a group has, with a rest.
+        group = mock.patch.object(kernels, "_GROUP", 2)
+        for forward, size in ((True, k), (False, n)):
+            x = (normal(tokens, size) * 10.0 ** torch.linspace(-3, 3, tokens)[:, None]).to(BFLOAT16)
+            matrix = dequantized(weight, scale)
+            expected = cast(x) @ (matrix.T if forward else matrix)
+            with group:
+                found = kernels.rows_times_weight(kernels.cast_in_blocks(x), weight, scale, forward)
+            self.assertEqual((found.shape, found.dtype), (expected.shape, BFLOAT16))
+            for a, b in ((found, expected), (found[:5], expected[:5]), (found[-5:], expected[-5:])):
+                self.assertLess(relative(a, b), BARS[BFLOAT16])
+
     def test_the_gated_product_is_cast(self):
-        from transformers_packed.ops.backends.triton.float8_experts import Float8Plan
+        from transformers_packed.ops.backends.triton.float8_blocks import Float8Plan
 
         x, weights = normal(20, HIDDEN).to(BFLOAT16), normal(3, 2 * WIDTH, HIDDEN).div(16).to(BFLOAT16)
         plan = Float8Plan.of(choices(20, 3, 2), 3)
@@ -190,7 +208,7 @@ class ProductTest(InterpretedKernelsTest):
         self.assertTrue(torch.equal(again.values.float(), values.float()))
 
     def test_the_gradients_of_gate_and_up_are_cast(self):
-        from transformers_packed.ops.backends.triton.float8_experts import Float8Plan
+        from transformers_packed.ops.backends.triton.float8_blocks import Float8Plan
         from transformers_packed.ops.backends.triton.grouped_products import Plan
 
         index, wide = choices(20, 3, 2), 3 * BLOCK
@@ -207,6 +225,70 @@ class ProductTest(InterpretedKernelsTest):
             torch.testing.assert_close(of_weights, d_weights)
             self.assertEqual(found.plain is not None and torch.equal(found.plain, expected), adapted[0])
             self.assertTrue(torch.equal(given, weighted if adapted[1] else dh))
+
+
+class LinearTest(unittest.TestCase):
+    """Linear layers with weights in blocks, in a sum with other terms."""
+
+    def setUp(self):
+        _used.clear()
+        self.x, self.dy = normal(9, 256), [normal(9, 384, seed=1), normal(9, 128, seed=2)]
+        self.stored = [blocks_of(normal(n, 256, seed=3 + n) / 16) for n in (384, 128)]
+        self.bias, self.factors = normal(384, seed=5), [normal(4, 256, seed=6) / 16, normal(384, 4, seed=7)]
+
+    def run_op(self, layers, dtype=FLOAT32):
+        x = self.x.to(dtype, copy=True).requires_grad_()
+        factors = [factor.to(dtype, copy=True).requires_grad_() for factor in self.factors]
+        outputs = layers(x, self.bias.to(dtype), Adapter(*factors, 2.0))
+        found = torch.autograd.grad(outputs, [x, *factors], [dy.to(dtype) for dy in self.dy])
+        return [y.detach() for y in outputs] + list(found)
+
+    def in_blocks(self, x, bias, adapter):
+        first, second = (BlocksWeight(*stored, x.dtype) for stored in self.stored)
+        return shared_input_linears(x, Projection(first, bias, (adapter,)), Projection(second))
+
+    def test_equals_the_definition(self):
+        def definition(x, bias, adapter):
+            first, second = (OfTheSameCasts.apply(x, dequantized(*stored)) for stored in self.stored)
+            return first + bias + 2 * x @ adapter.down.T @ adapter.up.T, second
+
+        found, expected = self.run_op(self.in_blocks), self.run_op(definition, FLOAT64)
+        for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+            self.assertEqual((a.shape, a.dtype), (b.shape, FLOAT32))
+            self.assertLess(relative(a, b), 2e-6, number)
+        self.assertEqual(implementations_used(), {"linear_float8_lora": ["fused"]})
+
+    def test_a_row_does_not_depend_on_others(self):
+        together = self.run_op(self.in_blocks)
+        self.x, self.dy = self.x[2:5] * 1, [dy[2:5] for dy in self.dy]
+        alone = self.run_op(self.in_blocks)
+        for a, b in zip(together[:3], alone[:3], strict=True):
+            self.assertLess(relative(a[2:5], b), 1e-6)
+
+    def test_after_a_gate(self):
+        gate, x = normal(9, 256, seed=8).requires_grad_(), self.x.requires_grad_()
+        weight = BlocksWeight(*self.stored[0], FLOAT32)
+        found = glu(gate, x, Projection(weight))
+        expected = self.in_blocks_of(F.silu(gate) * x)
+        self.assertLess(relative(found, expected), 1e-6)
+        gradients = [torch.autograd.grad(y, [gate, x], self.dy[0]) for y in (found, expected)]
+        for a, b in zip(*gradients, strict=True):
+            self.assertLess(relative(a, b), 1e-5)
+
+    def in_blocks_of(self, x):
+        return shared_input_linears(x, Projection(BlocksWeight(*self.stored[0], FLOAT32)))[0]
+
+    def test_gpus_and_dtypes_that_are_refused(self):
+        x = mock.Mock(is_cuda=True, device=torch.device("cuda", 0))
+        for capability, dtype, message in (
+            ((8, 9), BFLOAT16, "capability 9.0 to 11.0"),
+            ((12, 0), BFLOAT16, "capability 9.0 to 11.0"),
+            ((9, 0), torch.float16, "needs bfloat16 around products"),
+            ((9, 0), BFLOAT16, ""),
+        ):
+            with mock.patch.object(torch.cuda, "get_device_capability", lambda *_, found=capability: found):
+                self.assertRegex(verify(x, None, dtype), message or "^$")
+        self.assertEqual(verify(self.x, None, FLOAT32), "")
 
 
 class ExpertsTest(InterpretedKernelsTest):

@@ -64,7 +64,11 @@ def use_float8(model: Model, module_filter: Callable[[torch.nn.Module, str], boo
     able = [family for family in OWN if family.has_float8]
     check_family(model, able, bool(find_text_models(model)), "float8")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    experts = {name: module for name, module in model.named_modules() if why_not_in_float8(module) is not None}
+    experts = {
+        name: module
+        for name, module in model.named_modules()
+        if name not in layers and why_not_in_float8(module) is not None
+    }
     every: dict[str, torch.nn.Module] = layers | experts
     if module_filter is None:
         # Experts would be dequantized, which takes longer than casts of any number of rows.
@@ -130,8 +134,8 @@ def _group_of(name: str, layer: torch.nn.Linear) -> tuple[str, int]:
 
 def _problem(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> str:
     """Return why a layer cannot run in float8, or an empty string."""
-    if not isinstance(layer, torch.nn.Linear):
-        return why_not_in_float8(layer) or ""
+    if (problem := why_not_in_float8(layer)) or not isinstance(layer, torch.nn.Linear):
+        return problem or ""
     if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
         return f"is {layer.out_features} x {layer.in_features}, not multiples of {MULTIPLE}"
     parent = model.get_submodule(name.removesuffix(".base_layer").rpartition(".")[0])

@@ -16,9 +16,9 @@ from ..ops.backends.triton import ceil_div
 from ..ops.dequantization import dequantize_4bit, dequantize_blocks, dequantize_rows
 from ..ops.float8 import float8_rows_of
 from ..ops.float8_blocks import BLOCK
-from ..ops.terms import Dequantized, DequantizedExperts, Float8Experts, Float8Weight
+from ..ops.terms import BlocksWeight, Dequantized, DequantizedExperts, Float8Experts, Float8Weight
 from .checkpoint_formats import Blocks, PackedWeight
-from .host_parameters import WEIGHTS, HostWeight, copies_of, needs_copies
+from .host_parameters import WEIGHT, WEIGHTS, HostWeight, copies_of, needs_copies
 from .quantized_weights import StoredWeight, with_tensors
 from .untouched import is_bare_linear, is_untouched
 
@@ -68,7 +68,7 @@ def _bitsandbytes(layer, in_float8, hidden_states):
 
 
 def _released(layer, in_float8, hidden_states):
-    """A weight of a quantized checkpoint as our models load it. Products in float8 read a scale for each row."""
+    """A weight of a quantized checkpoint as our models load it. Products in float8 read a scale for each row or block."""
     if type(layer) is not torch.nn.Linear or not isinstance(layer._parameters.get("weight"), PackedWeight):
         return None
     if not is_untouched(layer, torch.nn.Linear, parameters=(PackedWeight, torch.nn.Parameter)):
@@ -77,6 +77,8 @@ def _released(layer, in_float8, hidden_states):
     stored = weight.stored
     if in_float8 and isinstance(stored, Blocks) and stored.block == (1, stored.shape[1]):
         return Float8Weight(stored.values, stored.scale.flatten(), weight.product_dtype)
+    if in_float8 and why_not_in_float8(layer) == "":
+        return BlocksWeight(stored.values, stored.scale.float(), weight.product_dtype)
     return weight.dequantized()
 
 
@@ -91,11 +93,40 @@ def is_in_blocks(layer: torch.nn.Module) -> bool:
 
 
 def _in_blocks(layer, in_float8, hidden_states):
-    """A weight in e4m3 with a scale for each block, or for all. It is frozen. The input is not cast to float8."""
+    """A weight in e4m3 with a scale for each block, or for all. It is frozen. Products in float8 cast the input too."""
     if not is_in_blocks(layer) or not is_untouched(layer, type(layer)):
         return None
+    if in_float8 and why_not_in_float8(layer) == "":
+        scale = layer.weight_scale_inv.detach().float()
+        return BlocksWeight(layer.weight.detach(), scale, autocast_dtype(hidden_states) or hidden_states.dtype)
     found = _blocks_of(layer, "weight", hidden_states)
     return None if found is None else Dequantized(found.weight.shape, found.weight.dtype, found.weight.compute)
+
+
+def why_not_in_float8(module: Any) -> str | None:
+    """Return why products with weights that are stored in float8 with scales of blocks cannot run in it, or an empty string.
+
+    For any other module, return `None`.
+    """
+    names = (WEIGHT,) if isinstance(module, torch.nn.Linear) else WEIGHTS
+    if is_in_blocks(module) or has_experts_in_blocks(module):
+        if module.activation_scheme == "static":
+            return "has scales for its inputs, which would be ignored"
+        blocks = [(module.block_size, getattr(module, name)) for name in names]
+    else:
+        weights = [module._parameters.get(name) for name in names]
+        stored = [x.stored for x in weights if isinstance(x, PackedWeight) and isinstance(x.stored, Blocks)]
+        # Linear layers also have products for a scale of each row.
+        if len(stored) < len(names) or (names == (WEIGHT,) and stored[0].block == (1, stored[0].shape[1])):
+            return None
+        blocks = [(x.block, x.values) for x in stored]
+    for block, values in blocks:
+        if block is None or tuple(block) != (BLOCK, BLOCK) or any(size % BLOCK for size in values.shape[-2:]):
+            got = f"{tuple(values.shape[-2:])} and {block and tuple(block)}"
+            return f"needs sizes in multiples of {BLOCK} and blocks of {BLOCK} x {BLOCK}, not {got}"
+        if values.dtype != torch.float8_e4m3fn:
+            return f"needs weights in e4m3, not {values.dtype}"
+    return ""
 
 
 def _blocks_of(module: Any, name: str, hidden_states: torch.Tensor) -> "ExpertsWeight | None":
@@ -198,30 +229,6 @@ def _in_float8(given: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> 
         return values, scale.float()
 
     return ExpertsWeight(Float8Experts(given[0].shape, dtype, partial(compute, given)), compute)
-
-
-def why_not_in_float8(module: Any) -> str | None:
-    """Return why the products of experts that are stored in float8 cannot run in it, or an empty string if they can.
-
-    For any other module, return `None`.
-    """
-    if has_experts_in_blocks(module):
-        if module.activation_scheme == "static":
-            return "has scales for its inputs, which would be ignored"
-        blocks = [(module.block_size, getattr(module, name)) for name in WEIGHTS]
-    else:
-        weights = [getattr(module, name, None) for name in WEIGHTS]
-        stored = [x.stored for x in weights if isinstance(x, PackedWeight) and isinstance(x.stored, Blocks)]
-        if len(stored) < len(WEIGHTS):
-            return None
-        blocks = [(x.block, x.values) for x in stored]
-    for block, values in blocks:
-        if block is None or tuple(block) != (BLOCK, BLOCK) or any(size % BLOCK for size in values.shape[1:]):
-            got = f"{tuple(values.shape[1:])} and {block and tuple(block)}"
-            return f"needs sizes in multiples of {BLOCK} and blocks of {BLOCK} x {BLOCK}, not {got}"
-        if values.dtype != torch.float8_e4m3fn:
-            return f"needs weights in e4m3, not {values.dtype}"
-    return ""
 
 
 # Each gets a layer, whether its products run in float8, and its input. It also has to see that the layer is untouched. For

@@ -10,13 +10,28 @@ forward is that of servers which quantize the inputs of such a checkpoint (`acti
 scales of rows are powers of two.
 """
 
+from typing import Any
+
 import torch
 
+from .backends import triton
 from .float8 import DTYPE, magnitude, scale_of
 
 
 # Rows and columns of a weight with one scale, and columns of a row with one.
 BLOCK = 128
+
+
+def verify(rows: torch.Tensor, weight: Any, dtype: torch.dtype) -> str:
+    """Whether products of `rows` and a weight in blocks can run in float8 and return `dtype`."""
+    if not rows.is_cuda:
+        return ""
+    if dtype != torch.bfloat16:
+        return f"needs bfloat16 around products in float8 (bf16=True, or a model in bfloat16), not {dtype}"
+    # GPUs of compute capability 12 have less than half of the shared memory that the kernel uses.
+    if torch.version.hip or not (9, 0) <= torch.cuda.get_device_capability(rows.device) < (12, 0):
+        return "needs an NVIDIA GPU of compute capability 9.0 to 11.0 for products with weights in blocks of float8"
+    return triton.problem()
 
 
 def cast_in_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import triton.language as tl
 from ...autograd import save, saved
 from ...terms import Float8Experts
 from . import KernelFunction, next_power_of_2
-from .float8_experts import Float8Plan
+from .float8_blocks import Float8Plan
 from .grouped_products import Factors, Plan
 
 

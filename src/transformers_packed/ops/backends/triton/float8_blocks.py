@@ -1,4 +1,4 @@
-"""Products of rows with the matrices of their experts in float8. See [`ops.float8_blocks`] for the rule of scales.
+"""Products of rows with a matrix, or with those of their experts, in float8. See [`ops.float8_blocks`] for the rule of scales.
 
 A step of a product is a block of 128 columns, in which a row and a weight each have one scale. The tensor cores sum over the
 block, and the result is added in float32, times both scales. A tile has one or two blocks of columns, one after the other, so
@@ -20,13 +20,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...float8_blocks import BLOCK
 from ...terms import PIECE as _PIECE
-from . import ceil_div, next_power_of_2
+from . import ceil_div, next_power_of_2, on_its_device
 from .float8 import bits, inverse, packed_at, scale_of
-from .grouped_products import _ROWS, Plan, _described, _load_rows, _store_in_parts, _tile, _tiles_of
+from .grouped_products import _ROWS, Plan, _described, _hardware, _load_rows, _store_in_parts, _tile, _tiles_of
 
 
 # Rows that a program casts at a time, and blocks that a product loads ahead, for which shared memory has room.
 _CAST, _STAGES = 32, 4
+# Tiles of rows that programs share at a time.
+_GROUP = 16
 
 
 @triton.jit
@@ -92,21 +94,32 @@ def _plus_nothing(total, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["COUNT", "FIRST", "LAST"])
-def _rows_times_experts(
+def _rows_times_weights(
     a, a_scale_ptr, w_desc, w_scale_ptr, low_ptr, up_desc, y_ptr, order_ptr, table_ptr, tiles_ptr, COUNT, FIRST, LAST,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, TOP: tl.constexpr, TRANSPOSED: tl.constexpr,
     AS_STORED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
-    JOINED: tl.constexpr,
+    JOINED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`a` describes sorted rows, or, if `TOP`, points to tokens. `COUNT` is how many there are. `TRANSPOSED` weights are `[N, K]`.
 
-    `w_desc` has weights `[K, N]` if `AS_STORED`, else `[N, K]`. With `WIDE`, a tile has two blocks of columns.
+    Without a table of tiles, there is one weight for all rows. `w_desc` has weights `[K, N]` if `AS_STORED`, else `[N, K]`. With `WIDE`, a tile has two blocks of columns.
     """
     COLUMNS: tl.constexpr = 2 * BLOCK if WIDE else BLOCK
-    first, tiles = _tiles_of(tiles_ptr, FIRST, LAST)
+    if table_ptr is None:
+        first, tiles = 0, (COUNT + ROWS - 1) // ROWS
+    else:
+        first, tiles = _tiles_of(tiles_ptr, FIRST, LAST)
     for tile in tl.range(tl.program_id(0), tiles * (N // COLUMNS), PROGRAMS, flatten=JOINED):
-        expert, row, end = _tile(table_ptr, first + tile // (N // COLUMNS))
-        column = tile % (N // COLUMNS) * COLUMNS
+        if table_ptr is None:
+            # Programs that run at a time share rows and columns, which stay in the cache.
+            group = tile // (GROUP * (N // COLUMNS)) * GROUP
+            high = tl.minimum(tiles - group, GROUP)
+            place = tile % (GROUP * (N // COLUMNS))
+            expert, row, end = 0, (group + place % high) * ROWS, COUNT
+            column = place // high * COLUMNS
+        else:
+            expert, row, end = _tile(table_ptr, first + tile // (N // COLUMNS))
+            column = tile % (N // COLUMNS) * COLUMNS
         rows = row + tl.arange(0, ROWS)
         at = rows
         if TOP:
@@ -242,6 +255,7 @@ class CastRows(NamedTuple):
         return cls(values, scale, like.dtype, like.new_empty(rows, columns) if plain else None)
 
 
+@on_its_device
 def cast_in_blocks(x: torch.Tensor) -> CastRows:
     """Cast the rows of `x` `[R, C]` as [`ops.float8_blocks`] does."""
     (rows, columns), found = x.shape, CastRows.empty(*x.shape, x, False)
@@ -258,6 +272,27 @@ def transposed(weights: torch.Tensor) -> torch.Tensor:
     grid = number * (rows // BLOCK), columns // BLOCK
     _transpose[grid](weights.view(torch.uint8), out.view(torch.int32), rows, columns, BLOCK, num_warps=8)
     return out
+
+
+@on_its_device
+def rows_times_weight(
+    a: CastRows, values: torch.Tensor, scale: torch.Tensor, transposed_weight: bool = True
+) -> torch.Tensor:
+    """Multiply rows `[R, C]` by a weight `[N, C]` in float8, or by `[C, N]` without `transposed_weight`, in `a.dtype`."""
+    rows, k = a.values.shape
+    n = values.numel() // k
+    w = (values if transposed_weight else transposed(values[None])).view(n, k)
+    y = torch.empty(rows, n, dtype=a.dtype, device=a.values.device)
+    if not rows:
+        return y
+    programs, _ = _hardware(y.device)
+    source = TensorDescriptor.from_tensor(a.values, [_ROWS, BLOCK])
+    _rows_times_weights[(programs,)](
+        source, a.scale, _described(w[None], [BLOCK, BLOCK]), scale, None, None, y, None, None, None, rows, 0, 1, n, k,
+        0, 0, transposed_weight, False, _ROWS, n % (2 * BLOCK) == 0, BLOCK, programs, False, _GROUP,
+        num_warps=8, num_stages=_STAGES,
+    )  # fmt: skip
+    return y
 
 
 class Float8Plan(Plan):
@@ -281,10 +316,10 @@ class Float8Plan(Plan):
         values, scale = weight.stored()
         as_stored = self.as_stored and not transposed
         for first, last, w in self._weights(values, transposed or as_stored):
-            _rows_times_experts[(programs,)](
+            _rows_times_weights[(programs,)](
                 source, a.scale, w, scale, low, second, y, self.order, self.table, self.tiles, a.scale.shape[1], first,
                 last, n, k, rank, self.top_k * of_tokens, transposed, as_stored, self.height, n % (2 * BLOCK) == 0,
-                BLOCK, programs, joined, num_warps=8 // share, num_stages=_STAGES // share,
+                BLOCK, programs, joined, _GROUP, num_warps=8 // share, num_stages=_STAGES // share,
             )  # fmt: skip
             del w
         return y, low
