@@ -64,29 +64,34 @@ def use_float8(model: Model, module_filter: Callable[[torch.nn.Module, str], boo
     able = [family for family in OWN if family.has_float8]
     check_family(model, able, bool(find_text_models(model)), "float8")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    experts = {
-        name: module
-        for name, module in model.named_modules()
-        if name not in layers and why_not_in_float8(module) is not None
-    }
+    stored = {name: x for name, x in model.named_modules() if why_not_in_float8(x) is not None}
+    experts = {name: x for name, x in stored.items() if name not in layers}
     every: dict[str, torch.nn.Module] = layers | experts
     if module_filter is None:
         # Experts would be dequantized, which takes longer than casts of any number of rows.
         inner = [name for name in _inner(experts) if not _problem(model, name, experts[name])]
         fewest = _by_default(model, layers) | dict.fromkeys(inner, 0.0)
     else:
-        fewest = {name: float(name in layers) for name, layer in every.items() if module_filter(layer, name)}
-        for name in fewest:
-            if problem := _problem(model, name, every[name]):
-                raise input_error("a module_filter that selects supported layers", f"{name}, which {problem}")
+        fewest = _filtered(model, every, module_filter)
     for name, layer in every.items():
         vars(layer)[MARK] = fewest.get(name)
     forget_graphs(model)
     log = logger.info if module_filter or fewest else logger.warning
-    found = f"{sum(name in layers for name in fewest)} of {len(layers)} linear layers"
-    found += f" and {sum(name in experts for name in fewest)} of {len(experts)} modules of experts" if experts else ""
+    found = f"{len(fewest.keys() & layers)} of {len(layers)} linear layers"
+    found += f" and {len(fewest.keys() & experts)} of {len(experts)} modules of experts" if experts else ""
     log(f"use_float8: {found} train in float8.")
     return model
+
+
+def _filtered(
+    model: torch.nn.Module, layers: dict[str, torch.nn.Module], module_filter: Callable[[torch.nn.Module, str], bool]
+) -> dict[str, float]:
+    """Return the layers that a filter selects, each with the fewest tokens."""
+    found = {name: float(isinstance(x, torch.nn.Linear)) for name, x in layers.items() if module_filter(x, name)}
+    for name in found:
+        if problem := _problem(model, name, layers[name]):
+            raise input_error("a module_filter that selects supported layers", f"{name}, which {problem}")
+    return found
 
 
 def share_in_float8(model: PreTrainedModel, tokens: int) -> float:

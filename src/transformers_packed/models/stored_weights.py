@@ -108,25 +108,30 @@ def why_not_in_float8(module: Any) -> str | None:
 
     For any other module, return `None`.
     """
-    names = (WEIGHT,) if isinstance(module, torch.nn.Linear) else WEIGHTS
-    if is_in_blocks(module) or has_experts_in_blocks(module):
-        if module.activation_scheme == "static":
-            return "has scales for its inputs, which would be ignored"
-        blocks = [(module.block_size, getattr(module, name)) for name in names]
-    else:
-        weights = [module._parameters.get(name) for name in names]
-        stored = [x.stored for x in weights if isinstance(x, PackedWeight) and isinstance(x.stored, Blocks)]
-        # Linear layers also have products for a scale of each row.
-        if len(stored) < len(names) or (names == (WEIGHT,) and stored[0].block == (1, stored[0].shape[1])):
-            return None
-        blocks = [(x.block, x.values) for x in stored]
-    for block, values in blocks:
+    stored = _stored_in_blocks(module)
+    if not stored:
+        return None
+    if getattr(module, "activation_scheme", None) == "static":
+        return "has scales for its inputs, which would be ignored"
+    for block, values in stored:
         if block is None or tuple(block) != (BLOCK, BLOCK) or any(size % BLOCK for size in values.shape[-2:]):
             got = f"{tuple(values.shape[-2:])} and {block and tuple(block)}"
             return f"needs sizes in multiples of {BLOCK} and blocks of {BLOCK} x {BLOCK}, not {got}"
         if values.dtype != torch.float8_e4m3fn:
             return f"needs weights in e4m3, not {values.dtype}"
     return ""
+
+
+def _stored_in_blocks(module: Any) -> list[tuple[Any, torch.Tensor]]:
+    """Return the block and the values of each weight of a layer or of experts, if these are in float8 with scales of blocks."""
+    names = (WEIGHT,) if isinstance(module, torch.nn.Linear) else WEIGHTS
+    if is_in_blocks(module) or has_experts_in_blocks(module):
+        return [(module.block_size, getattr(module, name)) for name in names]
+    weights = [module._parameters.get(name) for name in names]
+    stored = [x.stored for x in weights if isinstance(x, PackedWeight) and isinstance(x.stored, Blocks)]
+    # Products of linear layers in float8 take a scale for each row in another way.
+    by_row = names == (WEIGHT,) and bool(stored) and stored[0].block == (1, stored[0].shape[1])
+    return [] if by_row or len(stored) < len(names) else [(x.block, x.values) for x in stored]
 
 
 def _blocks_of(module: Any, name: str, hidden_states: torch.Tensor) -> "ExpertsWeight | None":

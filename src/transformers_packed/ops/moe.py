@@ -151,13 +151,18 @@ def experts(
     if shared is not None and tuple(x.shape for x in shared) != ((tokens, hidden), (tokens, 1)):
         expected = f"an output [{tokens}, {hidden}] and a gate [{tokens}, 1] of the shared expert"
         raise input_error(expected, shapes(*shared))
-    in_float8 = [isinstance(x, Float8Experts) for x in (gate_up_proj, down_proj)]
-    if in_float8[0] != in_float8[1] or (in_float8[0] and (hidden % BLOCK or down_proj.shape[2] % BLOCK)):
-        expected = f"products in float8 for both weights, in multiples of {BLOCK}, or for none"
-        raise input_error(expected, f"{shapes(gate_up_proj, down_proj)}, in float8: {in_float8}")
     call = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter, down_adapter, shared
-    name = "experts_float8" if in_float8[0] else "experts"
+    name = "experts_float8" if _in_float8(gate_up_proj, down_proj) else "experts"
     return run(name if call[5:7] == (None, None) else f"{name}_lora", impl, EXPERTS, *call)
+
+
+def _in_float8(gate_up_proj, down_proj) -> bool:
+    """Whether the products run in float8. Raise a `ValueError` if one weight alone, or another size, would have them."""
+    found = [isinstance(x, Float8Experts) for x in (gate_up_proj, down_proj)]
+    if found[0] != found[1] or (found[0] and any(size % BLOCK for size in down_proj.shape[1:])):
+        expected = f"products in float8 for both weights, in multiples of {BLOCK}, or for none"
+        raise input_error(expected, f"{shapes(gate_up_proj, down_proj)}, in float8: {found}")
+    return found[0]
 
 
 def _check_adapter(weight, adapter):

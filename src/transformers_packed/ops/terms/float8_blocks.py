@@ -83,4 +83,5 @@ def _product(cast, weight, forward: bool, dtype):
     if values.is_cuda:
         return _kernels().rows_times_weight(cast, values, scale, forward)
     values, scale = (values, scale) if forward else (values.t(), scale.t())
-    return product_in_blocks(*cast, values, scale).to(dtype)
+    rows, of_rows = cast
+    return product_in_blocks(rows, of_rows, values, scale).to(dtype)

@@ -74,12 +74,22 @@ def _weight_tile(w_desc, n, k, AS_STORED: tl.constexpr):
 
 
 @triton.jit
-def _adapted(total, low, up_desc, row, column, TRANSPOSED: tl.constexpr):
+def _adapted(total, low, up_desc, expert, column, N: tl.constexpr, RANK: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Add the product with the second matrix of the expert's adapter, for a block of columns."""
     if TRANSPOSED:
-        total = tl.dot(low, up_desc.load([row, 0]).T, total)
+        total = tl.dot(low, up_desc.load([expert * N + column, 0]).T, total)
     else:
-        total = tl.dot(low, up_desc.load([row, column]), total)
+        total = tl.dot(low, up_desc.load([expert * RANK, column]), total)
     return total
+
+
+@triton.jit
+def _tile_of_one_weight(tile, tiles, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """Return the tile of rows and that of columns. Programs that run at a time share both, which stay in the cache."""
+    group = tile // (GROUP * COLUMNS) * GROUP
+    high = tl.minimum(tiles - group, GROUP)
+    place = tile % (GROUP * COLUMNS)
+    return group + place % high, place // high
 
 
 @triton.jit
@@ -102,7 +112,8 @@ def _rows_times_weights(
 ):  # fmt: skip
     """`a` describes sorted rows, or, if `TOP`, points to tokens. `COUNT` is how many there are. `TRANSPOSED` weights are `[N, K]`.
 
-    Without a table of tiles, there is one weight for all rows. `w_desc` has weights `[K, N]` if `AS_STORED`, else `[N, K]`. With `WIDE`, a tile has two blocks of columns.
+    Without a table of tiles, there is one weight for all rows. `w_desc` has weights `[K, N]` if `AS_STORED`, else `[N, K]`.
+    With `WIDE`, a tile has two blocks of columns.
     """
     COLUMNS: tl.constexpr = 2 * BLOCK if WIDE else BLOCK
     if table_ptr is None:
@@ -111,12 +122,9 @@ def _rows_times_weights(
         first, tiles = _tiles_of(tiles_ptr, FIRST, LAST)
     for tile in tl.range(tl.program_id(0), tiles * (N // COLUMNS), PROGRAMS, flatten=JOINED):
         if table_ptr is None:
-            # Programs that run at a time share rows and columns, which stay in the cache.
-            group = tile // (GROUP * (N // COLUMNS)) * GROUP
-            high = tl.minimum(tiles - group, GROUP)
-            place = tile % (GROUP * (N // COLUMNS))
-            expert, row, end = 0, (group + place % high) * ROWS, COUNT
-            column = place // high * COLUMNS
+            row, column = _tile_of_one_weight(tile, tiles, N // COLUMNS, GROUP)
+            expert, row, end = 0, row * ROWS, COUNT
+            column *= COLUMNS
         else:
             expert, row, end = _tile(table_ptr, first + tile // (N // COLUMNS))
             column = tile % (N // COLUMNS) * COLUMNS
@@ -125,19 +133,16 @@ def _rows_times_weights(
         if TOP:
             at = tl.load(order_ptr + rows, mask=rows < end, other=0) // TOP
             a_at = a + at.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK)[None, :]
-        # Where the weights of the expert are, and the scales of the first block of columns and the distance to the next.
+        # Where the weights of the expert are, and the scales of the first block of columns, with the distances to that of the
+        # next one and to that of the next step.
         n_at, k_at = column, 0
         if AS_STORED:
             k_at = (expert - FIRST) * K
         else:
             n_at += (expert - FIRST) * N
-        w_scale_at = w_scale_ptr + expert * (N // BLOCK) * (K // BLOCK)
-        if TRANSPOSED:
-            w_scale_at += column // BLOCK * (K // BLOCK)
-        else:
-            w_scale_at += column // BLOCK
         NEXT: tl.constexpr = K // BLOCK if TRANSPOSED else 1
         STEP: tl.constexpr = 1 if TRANSPOSED else N // BLOCK
+        w_scale_at = w_scale_ptr + expert * (N // BLOCK) * (K // BLOCK) + column // BLOCK * NEXT
         total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         right = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         for block in range(0, K // BLOCK):
@@ -156,13 +161,9 @@ def _rows_times_weights(
         inside = (rows < end)[:, None]
         if RANK:
             low = _load_rows(low_ptr, rows, inside, RANK)
-            up = expert * (N if TRANSPOSED else RANK)
-            if TRANSPOSED:
-                up += column
-            total = _adapted(total, low, up_desc, up, column, TRANSPOSED)
+            total = _adapted(total, low, up_desc, expert, column, N, RANK, TRANSPOSED)
             if WIDE:
-                up += BLOCK if TRANSPOSED else 0
-                right = _adapted(right, low, up_desc, up, column + BLOCK, TRANSPOSED)
+                right = _adapted(right, low, up_desc, expert, column + BLOCK, N, RANK, TRANSPOSED)
         elif JOINED:
             total = _plus_nothing(total, ROWS, BLOCK)
             if WIDE:
@@ -249,7 +250,7 @@ class CastRows(NamedTuple):
     plain: torch.Tensor | None
 
     @classmethod
-    def empty(cls, rows: int, columns: int, like: torch.Tensor, plain: bool) -> "CastRows":
+    def empty(cls, rows: int, columns: int, like: torch.Tensor, plain: bool = False) -> "CastRows":
         values = like.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
         scale = like.new_empty(columns // BLOCK, rows, dtype=torch.float32)
         return cls(values, scale, like.dtype, like.new_empty(rows, columns) if plain else None)
@@ -258,7 +259,8 @@ class CastRows(NamedTuple):
 @on_its_device
 def cast_in_blocks(x: torch.Tensor) -> CastRows:
     """Cast the rows of `x` `[R, C]` as [`ops.float8_blocks`] does."""
-    (rows, columns), found = x.shape, CastRows.empty(*x.shape, x, False)
+    rows, columns = x.shape
+    found = CastRows.empty(rows, columns, x)
     _cast_in_blocks[ceil_div(rows, _CAST), columns // BLOCK](
         x, found.values, found.scale, rows, columns, _CAST, BLOCK, num_warps=4
     )
