@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..dequantization import check_memory
 from ..float8_blocks import cast_in_blocks, product_in_blocks
 from .term import Term
 
@@ -80,6 +81,7 @@ def _cast(rows):
 
 def _product(cast, weight, forward: bool, dtype):
     values, scale, _ = weight
+    check_memory(values)
     if values.is_cuda:
         return _kernels().rows_times_weight(cast, values, scale, forward)
     values, scale = (values, scale) if forward else (values.t(), scale.t())
