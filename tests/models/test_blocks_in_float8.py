@@ -23,7 +23,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts,
 
 from transformers_packed import patch_model, registered, use_float8
 from transformers_packed.audit.isolation import changed_by_others
-from transformers_packed.models import experts, float8, float8_marks
+from transformers_packed.models import experts, float8, float8_marks, stored_weights
 from transformers_packed.models.checkpoint_formats import Blocks, PackedWeight
 from transformers_packed.models.experts import _adapters_of, isolates
 from transformers_packed.models.families import EXPERT_WEIGHTS
@@ -428,6 +428,24 @@ class ExpertsInFloat8Test(unittest.TestCase):
             for found, expected in zip(weight.stored(), stored, strict=False):
                 self.assertIs(found, expected)
             self.assertIsInstance(weight_of_experts(module, name, False, torch.zeros(1, 128)), DequantizedExperts)
+
+    def test_copies_of_experts_in_host_memory(self):
+        """Each product asks for copies of the bytes, which are not dequantized."""
+        model, _ = mixture(layers=2)
+        module = next(x for x in model.modules() if isinstance(x, FP8Experts))
+        found = {}
+        for name in ("gate_up_proj", "down_proj"):
+            given = getattr(module, name).data, getattr(module, f"{name}_scale_inv").data
+            copies = mock.Mock(side_effect=lambda given=given: [x.clone() for x in given])
+            on_host = {"needs_copies": lambda *_: True, "copies_of": lambda *_, copies=copies: copies}
+            with mock.patch.multiple(stored_weights, **on_host):
+                found[name] = weight_of_experts(module, name, True, torch.zeros(1, 128))
+            copies.assert_not_called()
+            for number in (1, 2):
+                for x, y in zip(found[name].stored(), given, strict=True):
+                    self.assertTrue(torch.equal(x.float(), y.float()))
+                    self.assertNotEqual(x.data_ptr(), y.data_ptr())
+                self.assertEqual(copies.call_count, number)
 
     def test_linear_layers_of_other_checkpoints(self):
         for block, kind in (((128, 128), BlocksWeight), ((1, 256), Float8Weight), ((128, 64), Dequantized)):

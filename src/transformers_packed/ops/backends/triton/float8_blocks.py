@@ -281,6 +281,7 @@ def rows_times_weight(
     a: CastRows, values: torch.Tensor, scale: torch.Tensor, transposed_weight: bool = True
 ) -> torch.Tensor:
     """Multiply rows `[R, C]` by a weight `[N, C]` in float8, or by `[C, N]` without `transposed_weight`, in `a.dtype`."""
+    values, scale = values.contiguous(), scale.contiguous()
     rows, k = a.values.shape
     n = values.numel() // k
     w = (values if transposed_weight else transposed(values[None])).view(n, k)
@@ -315,7 +316,7 @@ class Float8Plan(Plan):
         # Half of the rows leave room for another program.
         share = _ROWS // self.height
         programs = self.programs * share
-        values, scale = weight.stored()
+        values, scale = (x.contiguous() for x in weight.stored())
         as_stored = self.as_stored and not transposed
         for first, last, w in self._weights(values, transposed or as_stored):
             _rows_times_weights[(programs,)](
