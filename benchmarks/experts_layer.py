@@ -3,13 +3,15 @@
 `ours` is this package's op, and `grouped_mm` Transformers' default. Both get the same logits, in which some experts are
 more likely than others, and compute all gradients. With `--lora`, the weights are frozen, adapters of rank 16 are trained, and
 `nf4` and `float8` have quantized weights. `nf4+bitsandbytes` dequantizes them by bitsandbytes, and `float8+reference` by
-PyTorch. The rate counts the useful products with the weights only, without padding of tiles and without anything computed
+PyTorch. `blocks` has weights in FP8 with a scale for each block of 128 x 128, which `blocks+products` multiplies in FP8. `--frozen`
+is the same without adapters. The rate counts the useful products with the weights only, without padding of tiles and without anything computed
 twice: three times those of the forward, or twice with frozen weights. On a GPU, each arm also runs as a CUDA graph, so that
 the time of its kernels is known where the host is slower.
 
     python benchmarks/experts_layer.py --output benchmarks/results/experts.json
     python benchmarks/experts_layer.py --models 35B-A3B --tokens 2048 16384
     python benchmarks/experts_layer.py --lora --output benchmarks/results/experts_lora.json
+    python benchmarks/experts_layer.py --frozen --models 35B-A3B --output benchmarks/results/experts_lora.json
 """
 
 import argparse
@@ -24,13 +26,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from arms import quantize, stock_module, store_in_float8
+from arms import fill_blocks, quantize, stock_module, store_in_float8
 from shapes import MODELS
 from step import earlier_report, machine_name, timed
 from transformers import AutoConfig, set_seed
+from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from transformers_packed.models.experts import weights_of
+from transformers_packed.models.float8_marks import MARK
 from transformers_packed.ops import choose_experts, experts
 from transformers_packed.ops.terms import Adapter
 
@@ -67,6 +71,17 @@ def quantized(layer: torch.nn.Module, kind: str) -> torch.nn.Module:
     else:
         store_in_float8(layer)
     return layer
+
+
+def in_blocks(layer: torch.nn.Module, config: dict) -> dict[str, torch.nn.Module]:
+    """The same experts in FP8 with scales of blocks, dequantized and with products in FP8."""
+    text = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        stored = FP8Experts(text, (128, 128))
+    fill_blocks(stored.to_empty(device=layer.down_proj.device), layer)
+    marked = copy.copy(stored)
+    vars(marked)[MARK] = 0.0
+    return {"blocks": stored, "blocks+products": marked}
 
 
 def ours(layer, hidden_states, logits, top_k, gate_up_adapter=None, down_adapter=None, dequantize="auto"):
@@ -109,9 +124,9 @@ def measure(model: str, tokens: int, args) -> dict:
     logits = (torch.randn(tokens, number, device=args.device) + likely).to(dtype).requires_grad_()
     x, upstream = (torch.randn(tokens, hidden, device=args.device).to(dtype) for _ in range(2))
     leaves, adapters, arms = [x.requires_grad_(), logits], [], {name: (arm, layer) for name, arm in ARMS.items()}
-    if args.lora:
+    if args.lora or args.frozen:
         layer.requires_grad_(False)
-        adapters = adapters_of(layer, 16)
+        adapters = adapters_of(layer, 16) if args.lora else []
         leaves += [factor for adapter in adapters for factor in adapter[:2]]
         arms = {"ours": (ours, layer)}
         for kind, other, package in (("nf4", "bitsandbytes", "bitsandbytes"), ("float8", "reference", "torchao")):
@@ -119,9 +134,10 @@ def measure(model: str, tokens: int, args) -> dict:
                 continue
             stored = quantized(layer, kind)
             arms |= {kind: (ours, stored), f"{kind}+{other}": (partial(ours, dequantize=other), stored)}
+        arms |= {name: (ours, stored) for name, stored in in_blocks(layer, config).items()}
     else:
         leaves += layer.parameters()
-    flops = (2 if args.lora else 3) * 2 * tokens * top_k * 3 * hidden * config["moe_intermediate_size"]
+    flops = (2 if args.lora or args.frozen else 3) * 2 * tokens * top_k * 3 * hidden * config["moe_intermediate_size"]
     found = {}
     for name, (arm, module) in arms.items():
 
@@ -137,7 +153,7 @@ def measure(model: str, tokens: int, args) -> dict:
             seconds = statistics.median(timed(replay, args.device) / args.repeats for _ in range(args.rounds))
             found[name] |= {"graph_ms": round(1000 * seconds, 3), "graph_tflops": round(flops / seconds / 1e12, 1)}
         print(f"{model}, {tokens:,} tokens  {name:<17} {found[name]}", flush=True)
-    return {"model": model, "tokens": tokens, "lora": args.lora, "flops": flops, "arms": found}
+    return {"model": model, "tokens": tokens, "lora": args.lora, "frozen": args.frozen, "flops": flops, "arms": found}
 
 
 def measure_all(measure: Callable[..., dict], parser: argparse.ArgumentParser) -> int:
@@ -160,6 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384])
     parser.add_argument("--lora", action="store_true", help="frozen weights and adapters of rank 16")
+    parser.add_argument("--frozen", action="store_true", help="frozen weights alone")
     parser.add_argument("--repeats", type=int, default=10, help="steps of a timed round")
     return measure_all(measure, parser)
 

@@ -6,7 +6,14 @@ expert. A product that reads the rows of tokens includes their copy where a libr
 includes the activation, but for `grouped_mm`. The rate counts the products of the chosen experts, without the padding
 of tiles.
 
+`--fp8` compares three ways to use weights in FP8 with a scale for each block of 128 x 128: `ours` multiplies them in bfloat16,
+`dequantized` computes these weights first, and `fp8` multiplies the bytes, including the casts of rows. Of it, `as stored` reads
+the weights of the backward without a transposed copy, `not joined` loads no tile while another one is stored, and `64 rows` has
+smaller tiles. `--ranks` are those of adapters. Errors are those to products of the dequantized weights: a cast of rows rounds by
+some percent. `cast`, `transposed` and `gates` are parts of `fp8`, without a rate.
+
     python benchmarks/experts_products.py --output benchmarks/results/experts_products.json
+    python benchmarks/experts_products.py --fp8 --models 35B-A3B --output benchmarks/results/experts_float8.json
 """
 
 import argparse
@@ -24,7 +31,10 @@ from step import timed
 from transformers import set_seed
 
 from transformers_packed.ops import choose_experts
-from transformers_packed.ops.backends.triton.grouped_products import Plan
+from transformers_packed.ops.backends.triton.float8_blocks import Float8Plan, cast_in_blocks, transposed
+from transformers_packed.ops.backends.triton.grouped_products import Factors, Plan
+from transformers_packed.ops.dequantization import dequantize_blocks
+from transformers_packed.ops.terms import DequantizedExperts, Float8Experts
 
 
 # Rows and columns of a tile, whether two groups of warps take turns ("ping-pong"), and processors of a cluster.
@@ -46,8 +56,9 @@ class Layer:
         self.hidden, self.width = config["hidden_size"], config["moe_intermediate_size"]
         random = partial(torch.randn, device=device, dtype=torch.bfloat16)
         likely = torch.randn(number, device=device) / 2
-        _, index = choose_experts((torch.randn(tokens, number, device=device) + likely).bfloat16(), top_k)
-        self.plan = Plan.of(index, number)
+        logits = (torch.randn(tokens, number, device=device) + likely).bfloat16()
+        self.weights, self.index = choose_experts(logits, top_k)
+        self.plan = Plan.of(self.index, number)
         self.token_of_row = (self.plan.order // top_k).int()
         self.starts = F.pad(self.plan.ends, (1, 0))
         rows = len(self.token_of_row)
@@ -115,6 +126,105 @@ def quack(layer: Layer, tile: tuple[int, int, bool, int]) -> dict[str, Callable[
     }
 
 
+class StoredLayer(Layer):
+    """A [`Layer`] whose weights are in FP8. `gate_up` and `down` are what they stand for."""
+
+    def __init__(self, model: str, tokens: int, device: str, rank: int):
+        super().__init__(model, tokens, device)
+        self.stored, self.lazy, self.factors = {}, {}, {"gate_up": None, "down": None}
+        for name in self.factors:
+            weight = getattr(self, name)
+            blocks = weight.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
+            scale = blocks.abs().amax((-3, -1)).float() / 448
+            values = (blocks / scale[..., None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
+            del blocks
+            compute = partial(self.dequantized, values, scale)
+            self.stored[name] = Float8Experts(weight.shape, weight.dtype, partial(self.both, values, scale))
+            self.lazy[name] = DequantizedExperts(weight.shape, weight.dtype, compute)
+            setattr(self, name, compute(0, len(weight)))
+            if rank:
+                number, out, size = weight.shape
+                factors = (torch.randn(number, *shape, device=device) / 50 for shape in ((rank, size), (out, rank)))
+                self.factors[name] = Factors(*factors, 2.0, torch.bfloat16)
+
+    @staticmethod
+    def both(*stored):
+        return stored
+
+    @staticmethod
+    def dequantized(values, scale, first: int, last: int) -> torch.Tensor:
+        return dequantize_blocks(values[first:last], scale[first:last], (128, 128), torch.bfloat16)
+
+
+def products_of(layer: StoredLayer, plan: Plan, weights: dict) -> dict[str, Callable[[], torch.Tensor]]:
+    """The products of a forward, and those of a backward with frozen weights, each with its adapter if there is one."""
+    first, second = layer.factors["gate_up"], layer.factors["down"]
+    h, d_both = layer.h, layer.d_both
+    if isinstance(plan, Float8Plan):
+        # The kernels of the gates cast these.
+        h, d_both = cast_in_blocks(h), cast_in_blocks(d_both)
+    times, adapted = plan.rows_times_experts, second is not None
+    return {
+        "gate_up": lambda: plan.gate_up(layer.x, weights["gate_up"], first, True, adapted)[1],
+        "down": lambda: times(h, weights["down"], second, transposed=True)[0],
+        "d_h": lambda: times(layer.dy, weights["down"], second, transposed=False, of_tokens=True)[0],
+        "d_x": lambda: times(d_both, weights["gate_up"], first, transposed=False)[0],
+    }
+
+
+def ways_of_fp8(layer: StoredLayer) -> dict[str, dict[str, Callable[[], torch.Tensor]]]:
+    """The products of each arm, by its name."""
+    plain = {"gate_up": layer.gate_up, "down": layer.down}
+    ways = {
+        "ours": products_of(layer, layer.plan, plain),
+        "dequantized": products_of(layer, layer.plan, layer.lazy),
+    }
+    plans = {"fp8": {}, "fp8 as stored": {"as_stored": True}, "fp8 not joined": {"joined": False}}
+    plans["fp8 64 rows"] = {"height": 64}
+    for name, options in plans.items():
+        plan = type("Measured", (Float8Plan,), options).of(layer.index, len(layer.gate_up))
+        ways[name] = products_of(layer, plan, layer.stored)
+    plan, values = Float8Plan.of(layer.index, len(layer.gate_up)), layer.stored["gate_up"].stored()[0]
+    ours = plan.gate_up(layer.x, layer.stored["gate_up"], None, True, False)[1]
+    ways["parts"] = {
+        "cast x": lambda: cast_in_blocks(layer.x),
+        "transposed gate_up": lambda: transposed(values),
+        "gates forward": lambda: plan.gated(ours, False),
+        "gates backward": lambda: plan.gate_backward(ours, layer.h, layer.weights, (False, False)),
+    }
+    return ways
+
+
+def measure_fp8(model: str, tokens: int, args) -> dict:
+    found = {}
+    for rank in args.ranks:
+        set_seed(0)
+        layer = StoredLayer(model, tokens, args.device, rank)
+        ways = ways_of_fp8(layer)
+        expected = {name: product() for name, product in ways["ours"].items()}
+        for arm, products in ways.items():
+            for name, product in products.items():
+                try:
+                    result = product()
+                    time = milliseconds(product, args)
+                except Exception as failure:  # A form that does not compile.
+                    print(
+                        f"{model} rank {rank} {name} {arm}: {type(failure).__name__}: {str(failure)[:300]}", flush=True
+                    )
+                    continue
+                entry = {"median_ms": round(time, 4)}
+                if arm != "parts":
+                    flops = layer.flops * (2 if name in ("gate_up", "d_x") else 1)
+                    entry |= {"tflops": round(flops / time / 1e9, 1), "error": relative_error(result, expected[name])}
+                del result
+                found.setdefault(f"rank {rank}", {}).setdefault(name, {})[arm] = entry
+                print(f"{model}, {tokens:,} tokens, rank {rank}  {name:<18} {arm:<15} {entry}", flush=True)
+        del layer, ways, expected, products, product
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    return {"model": model, "tokens": tokens, "ranks": found}
+
+
 def milliseconds(product: Callable, args) -> float:
     def repeat():
         for _ in range(args.repeats):
@@ -129,6 +239,8 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def measure(model: str, tokens: int, args) -> dict:
+    if args.fp8:
+        return measure_fp8(model, tokens, args)
     set_seed(0)
     layer = Layer(model, tokens, args.device)
     expected = {name: product() for name, product in grouped_mm(layer).items()}
@@ -162,6 +274,8 @@ def measure(model: str, tokens: int, args) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 2048])
+    parser.add_argument("--fp8", action="store_true", help="weights in FP8 with a scale for each block")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[0, 16], help="of adapters, with --fp8")
     parser.add_argument("--repeats", type=int, default=20, help="products of a timed round")
     return measure_all(measure, parser)
 

@@ -5,6 +5,9 @@ model's layers, the float8 product runs with and without fast accumulation. Erro
 the difference from the float32 product of the same float8 numbers, over the norm of that product. Casts are not part of
 these times.
 
+`blocks` is a weight that is stored in float8 with a scale for each block of 128 x 128: the output and the gradient of the input
+in float8, with the casts of rows and the transposed copy of the weight, and the time in which the weight is dequantized.
+
 For mixtures, the grouped products of the experts' forward run in bf16 (`grouped_mm`) and in float8, with every expert
 getting the same number of rows. Float8 also needs casts of the weights, for the forward and transposed for the gradient of
 the input, and their times are given with those of the products that they serve.
@@ -22,6 +25,8 @@ import torch
 from shapes import MODELS
 from step import earlier_report, machine_name
 
+from transformers_packed.ops.backends.triton import float8_blocks
+from transformers_packed.ops.dequantization import dequantize_blocks
 from transformers_packed.ops.float8 import DTYPE, cast_rows
 from transformers_packed.ops.float8 import transposed as transposed_cast
 
@@ -67,6 +72,7 @@ def measure_layers(model: str, tokens: int, repeats: int) -> dict:
         )
         products = {"output": (x, w), "input gradient": (dy, w.t()), "weight gradient": (dy.t(), x.t())}
         layers[name] = {kind: measure_product(*pair, repeats) for kind, pair in products.items()}
+        layers[name]["blocks"] = measure_blocks(x, w, dy, repeats)
     return {"model": model, "tokens": tokens, "layers": layers}
 
 
@@ -85,6 +91,26 @@ def measure_product(left: torch.Tensor, right: torch.Tensor, repeats: int) -> di
         found |= {f"{name}_ms": milliseconds(product, repeats), f"{name}_error": error.item()}
     found["rounding_of_bf16"] = ((exact.bfloat16().float() - exact).norm() / exact.norm()).item()
     found["rounding_of_casts"] = ((left.float() @ right.float().t() - exact).norm() / exact.norm()).item()
+    return found
+
+
+def measure_blocks(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, repeats: int) -> dict:
+    """The products of a layer whose weight is stored in blocks."""
+    blocks = w.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).float()
+    scale = blocks.abs().amax((1, 3)) / 448
+    values = (blocks / scale[:, None, :, None]).view(w.shape).to(DTYPE)
+    plain = dequantize_blocks(values, scale, (128, 128), torch.bfloat16)
+    cast, times = float8_blocks.cast_in_blocks, float8_blocks.rows_times_weight
+    calls = {
+        "output": lambda: times(cast(x), values, scale),
+        "input_gradient": lambda: times(cast(dy), values, scale, False),
+        "cast": lambda: cast(x),
+        "transposed": lambda: float8_blocks.transposed(values[None]),
+        "dequantized": lambda: dequantize_blocks(values, scale, (128, 128), torch.bfloat16),
+    }
+    found = {f"{name}_ms": milliseconds(call, repeats) for name, call in calls.items()}
+    for name, expected in (("output", x @ plain.t()), ("input_gradient", dy @ plain)):
+        found[f"{name}_error"] = ((calls[name]() - expected).float().norm() / expected.float().norm()).item()
     return found
 
 

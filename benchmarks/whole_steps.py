@@ -11,6 +11,7 @@ between one GPU, DDP and FSDP2, as accelerate does for any Trainer:
     python benchmarks/whole_steps.py --model 9B --checkpointing --optim flash_adamw_release --output optimizers.json
     python benchmarks/whole_steps.py --model 27B --weights bfloat16 --lora --checkpointing --offload --tokens 65536
     python benchmarks/whole_steps.py --model 4B --weights bfloat16 --lora --checkpointing --tokens 65536 --one-document --segment-tokens 16384
+    python benchmarks/whole_steps.py --model 35B-A3B --weights fp8 --lora --linear --checkpointing --graphs --float8
     python benchmarks/whole_steps.py --model 35B-A3B --weights nvfp4 --lora --checkpointing --experts-in-host-memory
 
 `--torch-compile` sets `torch_compile=True`, counts what is compiled up to the end of `--warmup` and in the steps after it, and
@@ -338,7 +339,8 @@ def main() -> int:
     on_host = "with --lora, keep the experts in host memory, in --weights bfloat16 or fewer bits but those of torchao"
     parser.add_argument("--experts-in-host-memory", action="store_true", help=on_host)
     parser.add_argument("--layers-in-host-memory", action="store_true", help="the same for whole layers")
-    parser.add_argument("--float8", action="store_true")
+    in_float8 = "products in FP8 of large linear layers, and of the experts in --weights fp8"
+    parser.add_argument("--float8", action="store_true", help=in_float8)
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="default: PackedTrainer decides")
     parser.add_argument("--torch-compile", action="store_true", help="torch_compile=True, and what it compiled")
     parser.add_argument("--waits", action="store_true", help="let Trainer wait for the GPU in each step")

@@ -14,7 +14,7 @@ from scripts.trainer_arms import CONFIGS, EXPERTS, TINY
 from transformers import LlamaConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 from transformers_packed.cli.options import LONGEST_SAMPLE, SAMPLES, parsers
-from transformers_packed.models import float8
+from transformers_packed.models import float8_marks
 from transformers_packed.models.versions import can_cut_rows
 from transformers_packed.ops import kernel_archive
 from transformers_packed.ops.backends import caches as backends
@@ -126,7 +126,7 @@ class WarmupCommandTest(unittest.TestCase):
         if "--lora" in options:
             adapters = [x for name, x in model.named_parameters() if "lora_A" in name]
             self.assertEqual({(len(x), x.requires_grad) for x in adapters}, {(4, True)})
-        chosen = {name.split(".")[2] for name, x in base.named_modules() if vars(x).get(float8._MARK) is not None}
+        chosen = {name.split(".")[2] for name, x in base.named_modules() if vars(x).get(float8_marks.MARK) is not None}
         self.assertEqual(len(chosen), in_float8)
         # Both kinds of layers, also among those in float8, and a first kind that gets a gradient of its input.
         self.assertEqual({*base.config.layer_types[1:]}, {"linear_attention", "full_attention"})

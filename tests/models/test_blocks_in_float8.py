@@ -1,5 +1,6 @@
 """LoRA over layers and experts of a checkpoint in FP8, as Transformers loads them: a scale for each block, or for all."""
 
+import copy
 import unittest
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from common.processes import run_processes
 from common.shown import shows
 from mixins.lora import randomized
 from mixins.model import packed_batch, total_relative_error
-from mixins.patch import builtin_model
+from mixins.patch import CONFIGS, builtin_model
 from mixins.stored import DOCUMENTS, StoredWeightsTestCase, run
 from parameterized import parameterized
 from safetensors.torch import load_file
@@ -20,14 +21,24 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts, FP8Linear
 
-from transformers_packed import patch_model, registered
+from transformers_packed import patch_model, registered, use_float8
+from transformers_packed.audit.isolation import changed_by_others
+from transformers_packed.models import experts, float8, float8_marks, stored_weights
+from transformers_packed.models.checkpoint_formats import Blocks, PackedWeight
 from transformers_packed.models.experts import _adapters_of, isolates
 from transformers_packed.models.families import EXPERT_WEIGHTS
+from transformers_packed.models.float8_marks import MARK
 from transformers_packed.models.projections import terms_of
 from transformers_packed.models.releases import IGNORED_BY_DDP
-from transformers_packed.models.stored_weights import in_fewer_bits, weight_of_layer
+from transformers_packed.models.stored_weights import (
+    in_fewer_bits,
+    weight_of_experts,
+    weight_of_layer,
+    why_not_in_float8,
+)
+from transformers_packed.ops import implementations_used
 from transformers_packed.ops.dispatch import _used
-from transformers_packed.ops.terms import Dequantized
+from transformers_packed.ops.terms import BlocksWeight, Dequantized, DequantizedExperts, Float8Experts, Float8Weight
 
 
 def layer_in_blocks() -> FP8Linear:
@@ -183,9 +194,21 @@ class BlocksTest(StoredWeightsTestCase):
         self.assertIs(dtype, torch.bfloat16)
         self.assertTrue(torch.equal(projection.weight.compute(), expected.to(torch.bfloat16)))
 
-    @shows("fp8", "FP8 products (`--float8`)", says="no")
+    @shows("fp8", "FP8 products (`--float8`)")
     def test_products_in_float8(self):
+        """Of the stored bytes, in blocks of 128 x 128."""
+        model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(256, 128)})
+        store(model, (128, 128), "ue8m0")
+        layer, x = model["q_proj"], torch.randn(5, 256)
+        found = weight_of_layer(layer, True, x)
+        self.assertIsInstance(found, BlocksWeight)
+        self.assertEqual(found.values.data_ptr(), layer.weight.data_ptr())
+        self.assertTrue(torch.equal(found.scale, layer.weight_scale_inv.float()))
+        self.assertIs(found.dtype, torch.float32)
+        self.assertIs(type(weight_of_layer(layer, False, x)), Dequantized)
         self.assertIs(type(weight_of_layer(layer_in_blocks(), True, torch.randn(5, 48))), Dequantized)
+        layer.activation_scheme = "static"
+        self.assertIs(type(weight_of_layer(layer, True, x)), Dequantized)
 
     @parameterized.expand(["hook", "forward", "dequantized"])
     def test_layers_that_run_themselves(self, kind):
@@ -214,6 +237,225 @@ class BlocksTest(StoredWeightsTestCase):
         else:
             module.gate_softcap = 5.0
         self.assertFalse(isolates(module))
+
+
+def mixture(block=(128, 128), layers: int = 4, **sizes):
+    """A mixture whose experts have blocks of 128 x 128."""
+    config = copy.deepcopy(CONFIGS["qwen3_5_moe"])
+    kinds = (["linear_attention"] * 2 + ["full_attention"]) * layers
+    changed = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "layer_types": kinds[:layers],
+    }
+    # With larger weights, rounding changes the experts of some tokens.
+    changed["initializer_range"] = 0.02
+    for name, value in (changed | sizes).items():
+        setattr(config, name, value)
+    return stored_and_plain(patch_model(builtin_model("qwen3_5_moe", config=config)), block)
+
+
+def experts_in_float8(model):
+    return {name.removesuffix(".experts") for name, x in model.named_modules() if vars(x).get(MARK) is not None}
+
+
+def with_experts(layer, name):
+    return isinstance(layer, FP8Experts)
+
+
+class ExpertsInFloat8Test(unittest.TestCase):
+    """`use_float8` multiplies the stored bytes of experts."""
+
+    def setUp(self):
+        _used.clear()
+
+    def gradients(self, model):
+        """Of the parameters that both models have in float32 and train."""
+        found = run(model.requires_grad_(True))[1]
+        return {name: x for name, x in found.items() if "norm" in name or name.endswith("mlp.gate.weight")}
+
+    def test_by_default(self):
+        """Experts of all layers but the first and the last one, and for rows of any length."""
+        model, plain = mixture()
+        with mock.patch.object(float8.logger, "info") as log:
+            use_float8(model)
+        self.assertIn(" and 2 of 4 modules of experts train in float8.", log.call_args.args[0])
+        inner = {f"model.layers.{i}.mlp" for i in (1, 2)}
+        self.assertEqual({x for x in experts_in_float8(model) if x.endswith("mlp")}, inner)
+        found, expected = self.gradients(model), self.gradients(plain)
+        self.assertEqual(implementations_used()["experts_float8"], ["reference"])
+        self.assertEqual(found.keys(), expected.keys())
+        error = total_relative_error(found, expected)
+        self.assertTrue(5e-3 < error < 0.1, error)
+        use_float8(model, lambda *_: False)
+        self.assertEqual(experts_in_float8(model), set())
+        self.assertLess(total_relative_error(self.gradients(model), expected), 2e-6)
+
+    def test_evaluation_is_that_of_the_stored_weights(self):
+        model, plain = mixture()
+        use_float8(model, with_experts)
+        batch = packed_batch(DOCUMENTS, "cu_seqlens")
+        with torch.no_grad():
+            found, expected = (x.eval()(**batch).logits for x in (model, plain))
+            self.assertLess((found - expected).abs().max(), 1e-5)
+            self.assertGreater((model.train()(**batch).logits - expected).abs().max(), 1e-3)
+
+    def test_linear_layers(self):
+        """Those in blocks of 128 x 128 are chosen as others are, and others in blocks are refused."""
+        model, plain = mixture()
+        layers = {
+            f"model.layers.{i}.linear_attn.{x}" for i in range(4) for x in ("in_proj_qkv", "in_proj_z", "out_proj")
+        }
+        linear = {name: x for name, x in model.named_modules() if isinstance(x, FP8Linear)}
+        able = {name for name, x in linear.items() if not (x.in_features % 128 or x.out_features % 128)}
+        self.assertTrue(able and layers & linear.keys() and able < linear.keys())
+        use_float8(model, lambda layer, name: name in able)
+        found, expected = self.gradients(model), self.gradients(plain)
+        self.assertEqual(implementations_used()["linear_float8"], ["fused"])
+        self.assertTrue(5e-3 < total_relative_error(found, expected) < 0.1)
+        use_float8(model)
+        chosen = {name for name, x in linear.items() if vars(x)[MARK] is not None}
+        self.assertEqual(chosen, {x for x in able if "layers.1." in x or "layers.2." in x})
+        other = next(iter(linear.keys() - able))
+        with self.assertRaisesRegex(ValueError, f"{other}, which (needs sizes in multiples of 128|is .* multiples)"):
+            use_float8(model, lambda layer, name: name == other)
+
+    @parameterized.expand([(False,), (True,)])
+    def test_adapters(self, checkpointing):
+        from peft import LoraConfig, get_peft_model
+
+        model, plain = mixture(layers=3)
+        use_float8(model, with_experts)
+        gradients, adapters = [], {}
+        for each in (model, plain):
+            torch.manual_seed(1)
+            config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=list(EXPERT_WEIGHTS))
+            adapted = randomized(get_peft_model(each, config))
+            if gradients:
+                adapted.load_state_dict(adapters, strict=False)
+            adapters = {name: x for name, x in adapted.state_dict().items() if "lora_" in name}
+            if checkpointing:
+                adapted.gradient_checkpointing_enable({"use_reentrant": False})
+            gradients.append(run(adapted.train())[1])
+        self.assertEqual(implementations_used()["experts_float8_lora"], ["reference"])
+        self.assertEqual(gradients[0].keys(), gradients[1].keys())
+        error = total_relative_error(*gradients)
+        self.assertTrue(5e-3 < error < 0.1, error)
+
+    def test_documents_stay_apart(self):
+        model, _ = mixture()
+        use_float8(model, with_experts)
+        batch = packed_batch(DOCUMENTS, "cu_seqlens")
+        places = list(torch.arange(sum(map(len, DOCUMENTS))).split([len(x) for x in DOCUMENTS]))
+        self.assertLess(changed_by_others(model, lambda: model(**batch), batch, places), 1e-4)
+
+    @parameterized.expand(
+        [
+            ("blocks", {"block": (64, 128)}, r"blocks of 128 x 128, not \(256, 128\) and \(64, 128\)"),
+            ("no_blocks", {"block": None}, "blocks of 128 x 128, not .* and None"),
+            ("sizes", {"moe_intermediate_size": 64}, r"multiples of 128 .*, not \(128, 64\)"),
+            ("static", {}, "has scales for its inputs"),
+        ]
+    )
+    def test_experts_that_are_refused(self, kind, options, message):
+        model, _ = mixture(**options)
+        for module in model.modules():
+            if kind == "static" and isinstance(module, FP8Experts):
+                module.activation_scheme = "static"
+        with self.assertRaisesRegex(ValueError, f"model.layers.0.mlp.experts, which .*{message}"):
+            use_float8(model, with_experts)
+        self.assertEqual(experts_in_float8(model), set())
+        # By default, they are left out.
+        use_float8(model)
+        self.assertFalse(any(x.endswith("mlp") for x in experts_in_float8(model)))
+
+    def test_plain_experts_are_not_asked_about(self):
+        asked = []
+        use_float8(patch_model(builtin_model("qwen3_5_moe")), lambda module, name: asked.append(module))
+        self.assertTrue(all(isinstance(module, torch.nn.Linear) for module in asked))
+
+    @parameterized.expand(["dequantized", "activation"])
+    def test_experts_that_have_changed_since(self, kind):
+        """They run as without float8, and the log says why."""
+        model, plain = mixture(layers=2)
+        use_float8(model, with_experts)
+        for module in (x for each in (model, plain) for x in each.modules() if hasattr(x, "down_proj")):
+            if kind == "dequantized" and isinstance(module, FP8Experts):
+                module.block_size = (64, 128)
+                module.gate_up_proj_scale_inv.data = module.gate_up_proj_scale_inv.data.repeat_interleave(2, 1)
+                module.down_proj_scale_inv.data = module.down_proj_scale_inv.data.repeat_interleave(2, 1)
+        if kind == "activation":
+            return self.check_activation(model)
+        with mock.patch.object(float8_marks.logger, "warning_once") as warn:
+            found = self.gradients(model)
+        self.assertRegex(warn.call_args.args[0], "FP8Experts runs in its own dtype, because it needs .* blocks of 128")
+        self.assertLess(total_relative_error(found, self.gradients(plain)), 2e-6)
+
+    def check_activation(self, model):
+        module = next(x for x in model.modules() if isinstance(x, FP8Experts))
+        module.act_fn = torch.nn.GELU()
+        x = torch.randn(3, 128)
+        index, weights = torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
+        theirs = mock.patch.object(experts, "fp8_grouped_mm_experts_forward", lambda *_: x)
+        with mock.patch.object(float8_marks.logger, "warning_once") as warn, theirs:
+            experts.experts_forward(module, x, index, weights)
+        self.assertIn("because their activation is not SiLU", warn.call_args.args[0])
+
+    def test_gpus_without_the_kernel(self):
+        model, _ = mixture(layers=2)
+        use_float8(model, with_experts)
+        module = next(x for x in model.modules() if isinstance(x, FP8Experts))
+        x = mock.Mock(wraps=torch.empty(3, 128), shape=(3, 128), dtype=torch.bfloat16, is_cuda=True)
+        x.device = torch.device("cuda", 0)
+        with mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (8, 0)):
+            with self.assertRaisesRegex(ValueError, "capability 9.0 to 11.0.*module_filter that leaves experts out"):
+                experts._weights_for_op(module, x, None, None)
+
+    def test_experts_of_other_checkpoints(self):
+        """Weights in blocks of 128 that compressed-tensors has written."""
+        module = torch.nn.Module()
+        for name, shape in (("gate_up_proj", (2, 256, 128)), ("down_proj", (2, 128, 128))):
+            values, scale = torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(2, shape[1] // 128, 1)
+            weight = PackedWeight(Blocks(values, scale, (128, 128), torch.bfloat16), torch.bfloat16)
+            setattr(module, name, torch.nn.Parameter(weight, requires_grad=False))
+        self.assertEqual(why_not_in_float8(module), "")
+        for name in ("gate_up_proj", "down_proj"):
+            weight = weight_of_experts(module, name, True, torch.zeros(1, 128))
+            self.assertIsInstance(weight, Float8Experts)
+            stored = getattr(module, name).stored
+            self.assertEqual((weight.shape, weight.dtype), (stored.values.shape, torch.bfloat16))
+            for found, expected in zip(weight.stored(), stored, strict=False):
+                self.assertIs(found, expected)
+            self.assertIsInstance(weight_of_experts(module, name, False, torch.zeros(1, 128)), DequantizedExperts)
+
+    def test_copies_of_experts_in_host_memory(self):
+        """Each product asks for copies of the bytes, which are not dequantized."""
+        model, _ = mixture(layers=2)
+        module = next(x for x in model.modules() if isinstance(x, FP8Experts))
+        found = {}
+        for name in ("gate_up_proj", "down_proj"):
+            given = getattr(module, name).data, getattr(module, f"{name}_scale_inv").data
+            copies = mock.Mock(side_effect=lambda given=given: [x.clone() for x in given])
+            on_host = {"needs_copies": lambda *_: True, "copies_of": lambda *_, copies=copies: copies}
+            with mock.patch.multiple(stored_weights, **on_host):
+                found[name] = weight_of_experts(module, name, True, torch.zeros(1, 128))
+            copies.assert_not_called()
+            for number in (1, 2):
+                for x, y in zip(found[name].stored(), given, strict=True):
+                    self.assertTrue(torch.equal(x.float(), y.float()))
+                    self.assertNotEqual(x.data_ptr(), y.data_ptr())
+                self.assertEqual(copies.call_count, number)
+
+    def test_linear_layers_of_other_checkpoints(self):
+        for block, kind in (((128, 128), BlocksWeight), ((1, 256), Float8Weight), ((128, 64), Dequantized)):
+            values = torch.randn(128, 256).to(torch.float8_e4m3fn)
+            scale = torch.rand(128 // block[0], 256 // block[1])
+            layer = torch.nn.Linear(256, 128, bias=False)
+            weight = PackedWeight(Blocks(values, scale, block, torch.float32), torch.bfloat16)
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            self.assertIs(type(weight_of_layer(layer, True, torch.zeros(1, 256))), kind)
+            self.assertIs(type(weight_of_layer(layer, False, torch.zeros(1, 256))), Dequantized)
 
 
 if __name__ == "__main__":

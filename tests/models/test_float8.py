@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from transformers_packed import patch_model, use_cuda_graphs, use_float8
-from transformers_packed.models import float8, projections
+from transformers_packed.models import float8, float8_marks, projections
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 from transformers_packed.ops import dispatch, implementations_used
@@ -76,7 +76,7 @@ def supported(layer, name):
 
 
 def chosen(model):
-    return {name for name, module in model.named_modules() if vars(module).get(float8._MARK) is not None}
+    return {name for name, module in model.named_modules() if vars(module).get(float8_marks.MARK) is not None}
 
 
 def result(model, texts=None, **options):
@@ -216,12 +216,12 @@ class ChosenLayersTest(Float8TestCase):
             for layer in layers:
                 rows = mock.Mock()
                 rows.numel.return_value = (int(tokens) + 1) * 32
-                self.assertTrue(float8.is_in_float8(layer, rows))
+                self.assertTrue(float8_marks.is_in_float8(layer, rows))
                 rows.numel.return_value = int(tokens) * 32 - 32
-                self.assertFalse(float8.is_in_float8(layer, rows))
-        with mock.patch.object(float8.logger, "warning_once") as warn:
+                self.assertFalse(float8_marks.is_in_float8(layer, rows))
+        with mock.patch.object(float8_marks.logger, "warning_once") as warn:
             for layer in (up, q):
-                float8.is_in_float8(layer, torch.empty(1, 2, 32))
+                float8_marks.is_in_float8(layer, torch.empty(1, 2, 32))
         first, second = warn.call_args_list
         self.assertEqual(first, second)
         # With less work, the same row trains in float8.
@@ -229,15 +229,15 @@ class ChosenLayersTest(Float8TestCase):
             use_float8(model)
         self.assert_differs(result(model), expected, low=1e-3)
         # A row that is too short for the MLP.
-        self.assertTrue(float8.is_in_float8(up, torch.empty(1, sum(LENGTHS), 32)))
-        self.assertFalse(float8.is_in_float8(up, torch.empty(1, sum(LENGTHS) - 1, 32)))
-        self.assertTrue(float8.is_in_float8(q, torch.empty(1, sum(LENGTHS) - 1, 32)))
+        self.assertTrue(float8_marks.is_in_float8(up, torch.empty(1, sum(LENGTHS), 32)))
+        self.assertFalse(float8_marks.is_in_float8(up, torch.empty(1, sum(LENGTHS) - 1, 32)))
+        self.assertTrue(float8_marks.is_in_float8(q, torch.empty(1, sum(LENGTHS) - 1, 32)))
         # The layers with one input share the threshold of the largest one.
         attention = model.model.layers[2].self_attn
         self.assertEqual(attention.k_proj.in_features, q.in_features)
         self.assertLess(attention.k_proj.out_features, q.out_features)
         for layer in (attention.k_proj, attention.v_proj):
-            self.assertEqual(vars(layer)[float8._MARK], vars(q)[float8._MARK])
+            self.assertEqual(vars(layer)[float8_marks.MARK], vars(q)[float8_marks.MARK])
 
     def test_the_share_of_a_row(self):
         """The layers of both inner decoder layers, and the experts of a token."""
@@ -260,7 +260,7 @@ class ChosenLayersTest(Float8TestCase):
             shares[size] = f"{float8.share_in_float8(model, 16384):.0%}".replace("%", " %")
             gate = model.model.layers[1].mlp.gate_proj
             use_float8(model)
-            tokens = math.ceil(vars(gate)[float8._MARK])
+            tokens = math.ceil(vars(gate)[float8_marks.MARK])
             row = f"| {gate.out_features:,} x {gate.in_features:,} | {tokens:,} tokens |"
             self.assertTrue(row in page, row)
         self.assertEqual(shares["4B"], shares["9B"])
@@ -281,7 +281,7 @@ class TrainingTest(Float8TestCase):
         use_float8(model, supported)
         with (
             mock.patch.object(projections, "fused_linears", wraps=projections.fused_linears) as shared,
-            mock.patch.object(float8.logger, "warning_once") as warn,
+            mock.patch.object(float8_marks.logger, "warning_once") as warn,
         ):
             found = result(model)
         warn.assert_not_called()
@@ -336,9 +336,9 @@ class TrainingTest(Float8TestCase):
 
     def test_compiled_layers_are_those_of_the_plain_model(self):
         layer, rows = use_float8(make(), supported).model.layers[0].mlp.up_proj, torch.empty(1, 5, 32)
-        self.assertTrue(float8.is_in_float8(layer, rows))
+        self.assertTrue(float8_marks.is_in_float8(layer, rows))
         with mock.patch("torch.compiler.is_compiling", lambda: True):
-            self.assertFalse(float8.is_in_float8(layer, rows))
+            self.assertFalse(float8_marks.is_in_float8(layer, rows))
 
     @parameterized.expand([("qwen3_5", True), ("qwen3_next", False)])
     def test_checkpointing_gives_the_same_bits(self, family, reentrant):
@@ -382,7 +382,7 @@ class TrainingTest(Float8TestCase):
                 layer.forward = lambda x, layer=layer: seen.append(1) or torch.nn.functional.linear(x, layer.weight)
             else:
                 layer.__class__ = Own
-        with mock.patch.object(float8.logger, "warning_once") as warn:
+        with mock.patch.object(float8_marks.logger, "warning_once") as warn:
             found = result(model)
         self.assertEqual(len(seen), 2)
         self.assertTrue(warn.call_args_list)
@@ -415,7 +415,7 @@ class TrainingTest(Float8TestCase):
         model = get_peft_model(use_float8(make(), supported), lora).train()
         self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))
         wrapper = next(m for name, m in model.named_modules() if name.endswith("up_proj"))
-        with mock.patch.object(float8.logger, "warning_once") as warn:
+        with mock.patch.object(float8_marks.logger, "warning_once") as warn:
             self.assertIsNone(projections.terms_of(wrapper, torch.zeros(1, 3, wrapper.in_features)))
         self.assertIn("a ModulesToSaveWrapper runs in its own dtype", warn.call_args.args[0])
 
@@ -558,7 +558,7 @@ class AdaptersTest(Float8TestCase):
         plain = result(model)
         use_float8(model, lambda module, name: supported(module, name) and type(module) is not torch.nn.Linear)
         self.assertEqual(len(chosen(model)), 13)
-        with mock.patch.object(float8.logger, "warning_once") as warn:
+        with mock.patch.object(float8_marks.logger, "warning_once") as warn:
             found = result(model)
         # Fused layers and those of bitsandbytes round to bfloat16 at other places.
         self.assertLess(total_relative_error(found[1], plain[1]), 0.03)

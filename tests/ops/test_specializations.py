@@ -12,7 +12,7 @@ from parameterized import parameterized
 
 from transformers_packed.ops import choose_experts, experts, float8, gated_rms_norm, glu, selective_scan, ssd
 from transformers_packed.ops.linear import shared_input_linears
-from transformers_packed.ops.terms import Adapter, Float8Weight, Projection
+from transformers_packed.ops.terms import Adapter, Float8Experts, Float8Weight, Projection
 
 
 # An odd number, whose products with widths are multiples of 16 only if the widths are.
@@ -98,7 +98,29 @@ def run_float8_after_norm(tokens):
     backward([gated_rms_norm(x, gate, scale, linear_weight=layer, impl="triton")], leaves)
 
 
+def run_experts_in_float8(tokens):
+    x, weights, *factors = leaves = trained((tokens, 256), (tokens, 2), (4, 5, 256), (4, 256, 5), dtype=torch.bfloat16)
+    stored = []
+    for shape in ((4, 256, 256), (4, 256, 128)):
+        both = torch.zeros(shape).to(float8.DTYPE), torch.ones(4, shape[1] // 128, shape[2] // 128)
+        stored.append(Float8Experts(torch.Size(shape), torch.bfloat16, lambda both=both: both))
+    index = torch.arange(2 * tokens).view(tokens, 2) % 4
+    y = experts(x, index, weights, *stored, gate_up_adapter=Adapter(*factors), impl="triton")
+    torch.autograd.grad(y, leaves, torch.zeros_like(y))
+
+
+def run_linear_in_blocks(tokens):
+    """On a CPU, layers alone cast without kernels."""
+    from transformers_packed.ops.backends.triton import float8_blocks as kernels
+
+    weight, scale = torch.zeros(256, 128).to(float8.DTYPE), torch.ones(2, 1)
+    for forward, width in ((True, 128), (False, 256)):
+        rows = kernels.cast_in_blocks(torch.zeros(tokens, width, dtype=torch.bfloat16))
+        kernels.rows_times_weight(rows, weight, scale, forward)
+
+
 OTHERS = [
+    run_linear_in_blocks,
     run_router,
     run_ssd,
     run_selective_scan,
@@ -138,3 +160,6 @@ class SpecializationsTest(InterpretedKernelsTest):
     def test_experts(self, adapted):
         """The products read what the first kernel writes, so these run."""
         self.check(lambda tokens: run_experts(tokens, adapted), 33, (1, 16), compute=True)
+
+    def test_experts_in_float8(self):
+        self.check(run_experts_in_float8, 33, (1, 16), compute=True)

@@ -17,8 +17,8 @@ TARGETS, HIDDEN, WIDTH = (90, 100), 2048, 512
 DIVISIBLE = [["tt.divisibility", 16]]
 
 
-def descriptor(*block):
-    return f"tensordesc<bf16[{','.join(map(str, block))}]>"
+def descriptor(*block, dtype="bf16"):
+    return f"tensordesc<{dtype}[{','.join(map(str, block))}]>"
 
 
 def shared_memory(kernel, target, signature, constants, **options):

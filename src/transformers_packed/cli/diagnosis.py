@@ -363,7 +363,7 @@ def _of_float8(
     share = share_in_float8(model, _LONG_ROW)
     computes = f"FP8 computes {share:.0%} of the products in layers on rows of {_LONG_ROW:,} tokens"
     if has_experts:
-        text = f"{computes}, because experts stay in bfloat16. No step of a mixture was measured with it."
+        text = f"{computes}, because experts stay in bfloat16 unless they are stored in FP8. No step of a mixture was measured with it."
         return Finding("note", text)
     if share < _WORTH_FLOAT8:
         return Finding("note", f"{computes} and saves little, because the other layers are too small.")

@@ -8,8 +8,8 @@
 * A forward: `inputs.py` (what the call is), `masks.py`, `padding.py`, `vision.py`, `trunk_row.py`, `outputs.py`,
   `losses/`, `trl_head.py`, and `cuda_graphs.py` with `recordings.py`.
 * Linear layers: `projections.py` decides whether an op computes a layer, and `untouched.py` whether a fused op may stand
-  for a module. `lora.py`, `adapters.py`, `quantization.py`, `quantized_weights.py`, `experts_quantizer.py`, `float8.py` and
-  `experts.py` know a kind of weight each.
+  for a module. `lora.py`, `adapters.py`, `quantization.py`, `quantized_weights.py`, `experts_quantizer.py`, `float8.py`,
+  `float8_marks.py` and `experts.py` know a kind of weight each.
 * Numbers: `sizes.py`, `memory.py`, `parameters.py` and `optimizers.py`.
 * The head of multi-token prediction: `mtp.py` (in checkpoints and beside adapters), `mtp_head.py` (trained).
 """

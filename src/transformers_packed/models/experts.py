@@ -19,18 +19,21 @@ from ..foreign import experts_of, set_experts
 from ..ops import experts
 from ..ops.dispatch import ran
 from ..ops.moe import verify_triton
-from ..ops.terms import Adapter, DequantizedExperts
+from ..ops.terms import Adapter, DequantizedExperts, Float8Experts
 from .families import EXPERT_CLASSES
+from .float8_marks import is_in_float8, warn_about
 from .host_parameters import needs_copies, with_copies
 from .installed import EXPERTS
 from .lora import adapter_of_parameter, is_lora, lora_class
 from .quantized_weights import is_replaced
 from .releases import has_usual_gate
-from .stored_weights import has_experts_in_blocks, weight_of_experts
+from .stored_weights import has_experts_in_blocks, weight_of_experts, why_not_in_float8
 from .untouched import is_untouched
 from .versions import has_post_expert_norm
 
 
+# A weight of experts for the op.
+Weight = torch.Tensor | DequantizedExperts | Float8Experts
 _DEFAULT = "grouped_mm"
 _ON_GPU = "Or leave the experts on the GPU."
 
@@ -108,6 +111,7 @@ def run_experts(
             return output + shared if gated is None else output
         if any(adapters):
             ran("experts_lora", "peft", [weights])
+            warn_about(base, hidden_states, weights)
     _check_copies(module, hidden_states)
     shared = shared if shared_gate is None else torch.sigmoid(shared_gate) * shared
     return module(hidden_states, top_k_index, top_k_weights) + shared
@@ -155,6 +159,7 @@ def experts_forward(
     weights = _weights_for_op(self, hidden_states, top_k_index, top_k_weights)
     if not isinstance(weights, str):
         return experts(hidden_states, top_k_index, top_k_weights, *weights)
+    warn_about(self, hidden_states, weights)
     grouped_mm = fp8_grouped_mm_experts_forward if has_experts_in_blocks(self) else moe.grouped_mm_experts_forward
     call = hidden_states, top_k_index, top_k_weights
     if needs_copies(self, hidden_states.device):
@@ -173,12 +178,18 @@ def _with_copies(grouped_mm: Callable, module: Any, hidden_states: torch.Tensor,
         return grouped_mm(module, hidden_states, *choices)
 
 
-def weights_of(module: Any, hidden_states: torch.Tensor) -> list[torch.Tensor | DequantizedExperts] | str:
+def weights_of(module: Any, hidden_states: torch.Tensor) -> list[Weight] | str:
     """Return both weights of the experts for the op, or why it cannot have them."""
     # Each read of a parametrized weight computes it again, which changes the state of a spectral norm.
     if is_parametrized(module):
         return "their weights are parametrized"
-    gate_up, down = (weight_of_experts(module, name, hidden_states) for name in ("gate_up_proj", "down_proj"))
+    in_float8 = is_in_float8(module, hidden_states)
+    # The weights may be others than those that [`use_float8`] has seen.
+    if in_float8 and (reason := why_not_in_float8(module)) != "":
+        warn_about(module, hidden_states, "its weights are not stored in float8" if reason is None else f"it {reason}")
+        in_float8 = False
+    names = "gate_up_proj", "down_proj"
+    gate_up, down = (weight_of_experts(module, name, in_float8, hidden_states) for name in names)
     if gate_up is None or down is None:
         return "their weights are sharded, or quantized in another way"
     return [gate_up, down]
@@ -205,7 +216,7 @@ def is_known(module: torch.nn.Module) -> bool:
 
 def _weights_for_op(
     module, hidden_states, index, weights, gate_up_adapter=None, down_adapter=None
-) -> list[torch.Tensor | DequantizedExperts] | str:
+) -> list[Weight] | str:
     """Return both weights of the experts, or why the op would fail, be slow or compute something else than this module."""
     if not has_usual_gate(module) or not module.has_gate or not module.is_concatenated:
         return "their gate is computed in another way"
@@ -221,4 +232,7 @@ def _weights_for_op(
         return found
     gate_up, down = found
     reason = verify_triton(hidden_states, index, weights, gate_up, down, gate_up_adapter, down_adapter, None)
+    if reason and isinstance(gate_up, Float8Experts):
+        fix = "Call use_float8 with a module_filter that leaves experts out."
+        raise input_error("experts whose products can run in float8", f"others: the kernel {reason}", fix)
     return reason or found

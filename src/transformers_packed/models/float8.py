@@ -1,7 +1,7 @@
-"""Linear layers of a model whose products run in float8 during training."""
+"""Layers of a model whose products run in float8 during training: linear ones, and experts that are stored in float8."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from transformers import PreTrainedModel
@@ -11,36 +11,37 @@ from ..errors import input_error
 from ..ops.float8 import MULTIPLE
 from .cuda_graphs import check_family, find_text_models, forget_graphs
 from .families import OWN, sizes_of
+from .float8_marks import MARK
 from .quantization import SENSITIVE
 from .replacements import Model
+from .stored_weights import why_not_in_float8
 
 
 logger = logging.get_logger(__name__)
 
 # By default, smaller products (tokens * out * in) keep the dtype of the model: casts would take longer than they save.
 _LEAST_WORK = 1e11
-# The attribute of a layer with the fewest tokens whose products run in float8. Copies and pickles of a model keep it,
-# unlike an entry of a table.
-_MARK = "_float8_from"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def use_float8(model: Model, module_filter: Callable[[torch.nn.Module, str], bool] | None = None) -> Model:
-    """Run the matrix products of linear layers in float8 (e4m3) when the model trains, forward and backward.
+    """Run matrix products in float8 (e4m3) when the model trains, forward and backward: those of linear layers, and of experts
+    whose weights are stored in float8.
 
     Parameters, gradients, the optimizer and saved files keep their dtypes. Each row of an input and of a weight is cast
-    with a scale of its own, in each forward and backward. In evaluation mode, the layers run in the dtype of the model.
-    So do layers with hooks or with a replaced forward: the log names them.
+    with a scale of its own, in each forward and backward. Experts of a checkpoint in FP8 with a scale for each 128 x 128
+    weights multiply the stored bytes, and cast each 128 columns of a row with a scale of their own. In evaluation mode, the
+    layers run in the dtype of the model. So do layers with hooks or with a replaced forward: the log names them.
 
     Args:
         model (`PreTrainedModel`):
             A Qwen3.5/3.6/3.8 or Qwen3-Next model of this package, in bfloat16 or trained under autocast to bfloat16.
         module_filter (`Callable[[torch.nn.Module, str], bool]`, *optional*):
-            Called with each `torch.nn.Linear` and its name. Returns whether the layer trains in float8. By default
-            these are the layers with sizes in multiples of 16 in all decoder layers but the first and the last one,
-            without the gates of the gated delta rule. They use float8 for rows whose `tokens * out * in` is at least
-            1e11 for the largest layer with the same input, below which it is slower. `lambda module, name: False`
-            disables float8.
+            Called with each `torch.nn.Linear`, each module of experts in FP8, and its name. Returns whether the layer
+            trains in float8. By default these are the experts, and the linear layers with sizes in multiples of 16, in all
+            decoder layers but the first and the last one, without the gates of the gated delta rule. Linear layers use
+            float8 for rows whose `tokens * out * in` is at least 1e11 for the largest layer with the same input, below which
+            it is slower. `lambda module, name: False` disables float8.
 
     Returns:
         `torch.nn.Module`: the same model.
@@ -63,25 +64,40 @@ def use_float8(model: Model, module_filter: Callable[[torch.nn.Module, str], boo
     able = [family for family in OWN if family.has_float8]
     check_family(model, able, bool(find_text_models(model)), "float8")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    stored = {name: x for name, x in model.named_modules() if why_not_in_float8(x) is not None}
+    experts = {name: x for name, x in stored.items() if name not in layers}
+    every: dict[str, torch.nn.Module] = layers | experts
     if module_filter is None:
-        fewest = _by_default(model, layers)
+        # Experts would be dequantized, which takes longer than casts of any number of rows.
+        inner = [name for name in _inner(experts) if not _problem(model, name, experts[name])]
+        fewest = _by_default(model, layers) | dict.fromkeys(inner, 0.0)
     else:
-        fewest = {name: 1.0 for name, layer in layers.items() if module_filter(layer, name)}
-        for name in fewest:
-            if problem := _problem(model, name, layers[name]):
-                raise input_error("a module_filter that selects supported layers", f"{name}, which {problem}")
-    for name, layer in layers.items():
-        vars(layer)[_MARK] = fewest.get(name)
+        fewest = _filtered(model, every, module_filter)
+    for name, layer in every.items():
+        vars(layer)[MARK] = fewest.get(name)
     forget_graphs(model)
     log = logger.info if module_filter or fewest else logger.warning
-    log(f"use_float8: {len(fewest)} of {len(layers)} linear layers train in float8.")
+    found = f"{len(fewest.keys() & layers)} of {len(layers)} linear layers"
+    found += f" and {len(fewest.keys() & experts)} of {len(experts)} modules of experts" if experts else ""
+    log(f"use_float8: {found} train in float8.")
     return model
+
+
+def _filtered(
+    model: torch.nn.Module, layers: dict[str, torch.nn.Module], module_filter: Callable[[torch.nn.Module, str], bool]
+) -> dict[str, float]:
+    """Return the layers that a filter selects, each with the fewest tokens."""
+    found = {name: float(isinstance(x, torch.nn.Linear)) for name, x in layers.items() if module_filter(x, name)}
+    for name in found:
+        if problem := _problem(model, name, layers[name]):
+            raise input_error("a module_filter that selects supported layers", f"{name}, which {problem}")
+    return found
 
 
 def share_in_float8(model: PreTrainedModel, tokens: int) -> float:
     """Return the share of the products in decoder layers that run in float8 by default, for a row of so many tokens.
 
-    A token counts with the experts that it uses, which stay in the dtype of the model.
+    A token counts with the experts that it uses, as experts that stay in the dtype of the model.
     """
     layers = {
         name: module
@@ -96,15 +112,11 @@ def share_in_float8(model: PreTrainedModel, tokens: int) -> float:
 
 
 def _by_default(model: torch.nn.Module, layers: dict[str, torch.nn.Linear]) -> dict[str, float]:
-    """Return the layers that train in float8 by default, each with the fewest tokens for which that is worth its casts.
+    """Return the linear layers that train in float8 by default, each with the fewest tokens for which that is worth its casts.
 
     They are supported, and neither sensitive nor in the first or the last decoder layer.
     """
-    numbers = {name: int(found[1]) for name in layers if (found := _LAYER.search(name))}
-    ends = {min(numbers.values(), default=0), max(numbers.values(), default=0)}
-    inner = [
-        name for name, number in numbers.items() if number not in ends and not _problem(model, name, layers[name])
-    ]
+    inner = [name for name in _inner(layers) if not _problem(model, name, layers[name])]
     chosen = {name: layers[name] for name in inner if not any(part in SENSITIVE for part in name.split("."))}
     largest: dict[tuple, int] = {}
     for name, layer in chosen.items():
@@ -113,43 +125,24 @@ def _by_default(model: torch.nn.Module, layers: dict[str, torch.nn.Linear]) -> d
     return {name: _LEAST_WORK / largest[_group_of(name, layer)] for name, layer in chosen.items()}
 
 
+def _inner(names: Iterable[str]) -> list[str]:
+    """Return the names of modules that are neither in the first nor in the last decoder layer which has one."""
+    numbers = {name: int(found[1]) for name in names if (found := _LAYER.search(name))}
+    ends = {min(numbers.values(), default=0), max(numbers.values(), default=0)}
+    return [name for name, number in numbers.items() if number not in ends]
+
+
 def _group_of(name: str, layer: torch.nn.Linear) -> tuple[str, int]:
     """Return a key of the layers that share an input. It is cast once, so small layers among them gain too."""
     return name.removesuffix(".base_layer").rpartition(".")[0], layer.in_features
 
 
-def _problem(model: torch.nn.Module, name: str, layer: torch.nn.Linear) -> str:
+def _problem(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> str:
     """Return why a layer cannot run in float8, or an empty string."""
+    if (problem := why_not_in_float8(layer)) or not isinstance(layer, torch.nn.Linear):
+        return problem or ""
     if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
         return f"is {layer.out_features} x {layer.in_features}, not multiples of {MULTIPLE}"
     parent = model.get_submodule(name.removesuffix(".base_layer").rpartition(".")[0])
     ours = type(parent).__module__.startswith(__package__) and _LAYER.search(name) is not None
     return "" if ours else f"{type(parent).__name__} calls outside of the ops of this package"
-
-
-def has_float8(model: torch.nn.Module) -> bool:
-    """Whether [`use_float8`] has seen a layer of this model."""
-    return any(_MARK in vars(module) for module in model.modules())
-
-
-def is_in_float8(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
-    """Whether the products of this layer with these inputs run in float8."""
-    fewest = vars(layer).get(_MARK)
-    if fewest is None or not layer.training or torch.compiler.is_compiling():
-        return False
-    if hidden_states.numel() >= fewest * layer.in_features:
-        return True
-    # One line for all shapes of layers.
-    logger.warning_once(
-        "use_float8: rows that are too short for a layer to gain from float8 are computed in the dtype of the model."
-    )
-    return False
-
-
-def warn_about(layer: torch.nn.Module, hidden_states: torch.Tensor, reason: str) -> None:
-    """Log once that layers like this one do not run in float8, if it or a layer that it wraps should."""
-    # A linear layer wraps no other. Those in 4 bit come here in each forward.
-    inner = (layer,) if isinstance(layer, torch.nn.Linear) else layer.modules()
-    if not any(is_in_float8(module, hidden_states) for module in inner):
-        return
-    logger.warning_once(f"use_float8: a {type(layer).__name__} runs in its own dtype, because {reason}.")

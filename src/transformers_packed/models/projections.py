@@ -13,8 +13,8 @@ from ..ops.backends import triton
 from ..ops.dispatch import ran
 from ..ops.linear import fused_linears, product_dtype
 from ..ops.norm import gated_rms_norm
-from ..ops.terms import Adapter, Float8Weight, Projection
-from .float8 import is_in_float8, warn_about
+from ..ops.terms import Adapter, BlocksWeight, Float8Weight, Projection
+from .float8_marks import is_in_float8, warn_about
 from .lora import adapters_of, is_lora
 from .stored_weights import is_in_blocks, weight_of_layer
 from .untouched import is_untouched
@@ -57,7 +57,7 @@ def terms_of(layer: torch.nn.Module, hidden_states: torch.Tensor) -> tuple[Proje
         reason = f"its input is {hidden_states.dtype} and its base weight is {weight.dtype}"
         _note_call(layer, base, hidden_states, reason)
         return None
-    if in_float8 and not isinstance(weight, Float8Weight):
+    if in_float8 and not isinstance(weight, Float8Weight | BlocksWeight):
         warn_about(base, hidden_states, "its weight is quantized")
     return projection, dtype
 

@@ -15,9 +15,10 @@ from ..ops.autograd import autocast_dtype
 from ..ops.backends.triton import ceil_div
 from ..ops.dequantization import dequantize_4bit, dequantize_blocks, dequantize_rows
 from ..ops.float8 import float8_rows_of
-from ..ops.terms import Dequantized, DequantizedExperts, Float8Weight
+from ..ops.float8_blocks import BLOCK
+from ..ops.terms import BlocksWeight, Dequantized, DequantizedExperts, Float8Experts, Float8Weight
 from .checkpoint_formats import Blocks, PackedWeight
-from .host_parameters import HostWeight, copies_of, needs_copies
+from .host_parameters import WEIGHT, WEIGHTS, HostWeight, copies_of, needs_copies
 from .quantized_weights import StoredWeight, with_tensors
 from .untouched import is_bare_linear, is_untouched
 
@@ -67,7 +68,7 @@ def _bitsandbytes(layer, in_float8, hidden_states):
 
 
 def _released(layer, in_float8, hidden_states):
-    """A weight of a quantized checkpoint as our models load it. Products in float8 read a scale for each row."""
+    """A weight of a quantized checkpoint as our models load it. Products in float8 read a scale for each row or block."""
     if type(layer) is not torch.nn.Linear or not isinstance(layer._parameters.get("weight"), PackedWeight):
         return None
     if not is_untouched(layer, torch.nn.Linear, parameters=(PackedWeight, torch.nn.Parameter)):
@@ -76,6 +77,8 @@ def _released(layer, in_float8, hidden_states):
     stored = weight.stored
     if in_float8 and isinstance(stored, Blocks) and stored.block == (1, stored.shape[1]):
         return Float8Weight(stored.values, stored.scale.flatten(), weight.product_dtype)
+    if in_float8 and why_not_in_float8(layer) == "":
+        return BlocksWeight(stored.values, stored.scale.float(), weight.product_dtype)
     return weight.dequantized()
 
 
@@ -90,11 +93,45 @@ def is_in_blocks(layer: torch.nn.Module) -> bool:
 
 
 def _in_blocks(layer, in_float8, hidden_states):
-    """A weight in e4m3 with a scale for each block, or for all. It is frozen. The input is not cast to float8."""
+    """A weight in e4m3 with a scale for each block, or for all. It is frozen. Products in float8 cast the input too."""
     if not is_in_blocks(layer) or not is_untouched(layer, type(layer)):
         return None
+    if in_float8 and why_not_in_float8(layer) == "":
+        scale = layer.weight_scale_inv.detach().float()
+        return BlocksWeight(layer.weight.detach(), scale, autocast_dtype(hidden_states) or hidden_states.dtype)
     found = _blocks_of(layer, "weight", hidden_states)
     return None if found is None else Dequantized(found.weight.shape, found.weight.dtype, found.weight.compute)
+
+
+def why_not_in_float8(module: Any) -> str | None:
+    """Return why products with weights that are stored in float8 with scales of blocks cannot run in it, or an empty string.
+
+    For any other module, return `None`.
+    """
+    stored = _stored_in_blocks(module)
+    if not stored:
+        return None
+    if getattr(module, "activation_scheme", None) == "static":
+        return "has scales for its inputs, which would be ignored"
+    for block, values in stored:
+        if block is None or tuple(block) != (BLOCK, BLOCK) or any(size % BLOCK for size in values.shape[-2:]):
+            got = f"{tuple(values.shape[-2:])} and {block and tuple(block)}"
+            return f"needs sizes in multiples of {BLOCK} and blocks of {BLOCK} x {BLOCK}, not {got}"
+        if values.dtype != torch.float8_e4m3fn:
+            return f"needs weights in e4m3, not {values.dtype}"
+    return ""
+
+
+def _stored_in_blocks(module: Any) -> list[tuple[Any, torch.Tensor]]:
+    """Return the block and the values of each weight of a layer or of experts, if these are in float8 with scales of blocks."""
+    names = (WEIGHT,) if isinstance(module, torch.nn.Linear) else WEIGHTS
+    if is_in_blocks(module) or has_experts_in_blocks(module):
+        return [(module.block_size, getattr(module, name)) for name in names]
+    weights = [module._parameters.get(name) for name in names]
+    stored = [x.stored for x in weights if isinstance(x, PackedWeight) and isinstance(x.stored, Blocks)]
+    # Products of linear layers in float8 take a scale for each row in another way.
+    by_row = names == (WEIGHT,) and bool(stored) and stored[0].block == (1, stored[0].shape[1])
+    return [] if by_row or len(stored) < len(names) else [(x.block, x.values) for x in stored]
 
 
 def _blocks_of(module: Any, name: str, hidden_states: torch.Tensor) -> "ExpertsWeight | None":
@@ -126,14 +163,15 @@ class ExpertsWeight(NamedTuple):
     """A weight of experts.
 
     Args:
-        weight (`torch.Tensor` or [`DequantizedExperts`]):
+        weight (`torch.Tensor`, [`DequantizedExperts`] or [`Float8Experts`]):
             The weight where it is stored.
         compute (`Callable[[Sequence[torch.Tensor], int, int], torch.Tensor]`):
             Returns the weights of some experts, as [`DequantizedExperts`] does, from copies of the tensors that hold them.
+            Of [`Float8Experts`], it returns the values and the scales.
     """
 
-    weight: torch.Tensor | DequantizedExperts
-    compute: Callable[..., torch.Tensor]
+    weight: torch.Tensor | DequantizedExperts | Float8Experts
+    compute: Callable[..., Any]
 
     @classmethod
     def stored(cls, shape: torch.Size, dtype: torch.dtype, tensors: Sequence[torch.Tensor], compute: Callable) -> Any:
@@ -141,7 +179,7 @@ class ExpertsWeight(NamedTuple):
         return cls(DequantizedExperts(shape, dtype, partial(compute, tensors)), compute)
 
 
-def _plain_experts(module, name, hidden_states):
+def _plain_experts(module, name, in_float8, hidden_states):
     weight = getattr(module, name)
     plain = type(weight) in (torch.Tensor, torch.nn.Parameter, HostWeight) and not has_experts_in_blocks(module)
     return ExpertsWeight(weight, _some) if plain else None
@@ -151,11 +189,14 @@ def _some(tensors: Sequence[torch.Tensor], first: int, last: int) -> torch.Tenso
     return tensors[0][first:last]
 
 
-def _stored_experts(module, name, hidden_states):
+def _stored_experts(module, name, in_float8, hidden_states):
     """Experts in bitsandbytes' 4 bit, or of a quantized checkpoint."""
     weight = getattr(module, name)
     if not isinstance(weight, StoredWeight) or weight.requires_grad:
         return None
+    if in_float8:
+        blocks: Any = weight
+        return _in_float8((blocks.stored.values, blocks.stored.scale), weight.product_dtype)
 
     def compute(tensors: Sequence[torch.Tensor], first: int, last: int, impl: str = "auto") -> torch.Tensor:
         return with_tensors(weight, tensors).compute(first, last, impl)
@@ -163,7 +204,7 @@ def _stored_experts(module, name, hidden_states):
     return ExpertsWeight(DequantizedExperts(weight.shape, weight.product_dtype, weight.compute), compute)
 
 
-def _torchao_experts(module, name, hidden_states):
+def _torchao_experts(module, name, in_float8, hidden_states):
     weight = getattr(module, name)
     stored = None if weight.requires_grad else float8_rows_of(weight)
     if stored is None:
@@ -177,9 +218,22 @@ def _torchao_experts(module, name, hidden_states):
     return ExpertsWeight.stored(stored[0].shape, dtype, stored, compute)
 
 
-def _experts_in_blocks(module, name, hidden_states):
+def _experts_in_blocks(module, name, in_float8, hidden_states):
     """Experts as [`_in_blocks`] has linear layers."""
-    return _blocks_of(module, name, hidden_states) if has_experts_in_blocks(module) else None
+    if not has_experts_in_blocks(module):
+        return None
+    if not in_float8:
+        return _blocks_of(module, name, hidden_states)
+    given = getattr(module, name).detach(), getattr(module, f"{name}_scale_inv").detach()
+    return _in_float8(given, autocast_dtype(hidden_states) or hidden_states.dtype)
+
+
+def _in_float8(given: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> ExpertsWeight:
+    def compute(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        values, scale = tensors
+        return values, scale.float()
+
+    return ExpertsWeight(Float8Experts(given[0].shape, dtype, partial(compute, given)), compute)
 
 
 # Each gets a layer, whether its products run in float8, and its input. It also has to see that the layer is untouched. For
@@ -191,8 +245,8 @@ _LINEAR: tuple[Callable[[torch.nn.Module, bool, torch.Tensor], Any], ...] = (
     _released,
     _in_blocks,
 )
-# Each gets a module of experts, the name of the weight, and the input.
-_EXPERTS: tuple[Callable[[torch.nn.Module, str, torch.Tensor], ExpertsWeight | None], ...] = (
+# Each gets a module of experts, the name of the weight, whether its products run in float8, and the input.
+_EXPERTS: tuple[Callable[[torch.nn.Module, str, bool, torch.Tensor], ExpertsWeight | None], ...] = (
     _plain_experts,
     _stored_experts,
     _torchao_experts,
@@ -206,13 +260,16 @@ def weight_of_layer(layer: torch.nn.Module, in_float8: bool, hidden_states: torc
 
 
 def weight_of_experts(
-    module: torch.nn.Module, name: str, hidden_states: torch.Tensor
-) -> torch.Tensor | DequantizedExperts | None:
+    module: torch.nn.Module, name: str, in_float8: bool, hidden_states: torch.Tensor
+) -> torch.Tensor | DequantizedExperts | Float8Experts | None:
     """Return a weight of experts for the op, or `None` if it is of an unknown kind."""
-    found = next((x for x in (kind(module, name, hidden_states) for kind in _EXPERTS) if x is not None), None)
+    kinds = (kind(module, name, in_float8, hidden_states) for kind in _EXPERTS)
+    found = next((x for x in kinds if x is not None), None)
     if found is None or not needs_copies(module, hidden_states.device):
         return None if found is None else found.weight
     weight, tensors = found.weight, copies_of(module, name, hidden_states.device)
+    if isinstance(weight, Float8Experts):
+        return weight._replace(stored=lambda: found.compute(tensors()))
 
     def compute(first: int, last: int, **options: Any) -> torch.Tensor:
         return found.compute(tensors(), first, last, **options)

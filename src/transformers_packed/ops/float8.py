@@ -87,7 +87,7 @@ def cast_rows(*parts: torch.Tensor, factor: torch.Tensor | None = None) -> tuple
         return _kernels().cast_rows(*whole, factor=factor)
     x = torch.cat(whole, 1).float()
     x = x if factor is None else x * factor
-    scale = _scale_of(_magnitude(x).amax(1))
+    scale = scale_of(magnitude(x).amax(1))
     return (x / scale[:, None]).to(DTYPE), scale
 
 
@@ -115,9 +115,9 @@ def add_maxima(x, row_factor, column_factor, rows, columns) -> None:
     """Update the maxima, as bits, of `x * column_factor` in each row and of `x * row_factor[:, None]` in each column."""
     if x.is_cuda:
         return _kernels().add_maxima(x, row_factor, column_factor, rows, columns)
-    torch.maximum(rows, _magnitude(x.float() * column_factor).amax(1), out=rows)
+    torch.maximum(rows, magnitude(x.float() * column_factor).amax(1), out=rows)
     if len(x):
-        torch.maximum(columns, _magnitude(x.float() * row_factor[:, None]).amax(0), out=columns)
+        torch.maximum(columns, magnitude(x.float() * row_factor[:, None]).amax(0), out=columns)
 
 
 def cast_both(x, row_factor, column_factor, rows, columns, cast, row_scale, cast_columns, column_scale) -> None:
@@ -126,18 +126,18 @@ def cast_both(x, row_factor, column_factor, rows, columns, cast, row_scale, cast
         return _kernels().cast_both(
             x, row_factor, column_factor, rows, columns, cast, row_scale, cast_columns, column_scale
         )
-    row_scale.copy_(_scale_of(rows))
+    row_scale.copy_(scale_of(rows))
     cast.copy_((x.float() * column_factor / row_scale[:, None]).to(DTYPE))
-    column_scale.copy_(_scale_of(columns))
+    column_scale.copy_(scale_of(columns))
     transposed((x.float() * row_factor[:, None] / column_scale).to(DTYPE), None, cast_columns)
 
 
-def _magnitude(x):
+def magnitude(x):
     """Return the bits of absolute values, which order as integers do. NaN counts as 0: it stays NaN in e4m3."""
     return x.abs().nan_to_num(0, posinf=float("inf")).view(torch.int32)
 
 
-def _scale_of(bits):
+def scale_of(bits):
     """Return the power of two by which numbers with magnitudes up to `bits` are at most 448, or NaN for infinity."""
     exponent = (((bits + 0x1FFFFF) >> 23) - 8).clamp(min=27)
     return (exponent << 23).view(torch.float32).masked_fill(bits >= _INFINITY, float("nan"))

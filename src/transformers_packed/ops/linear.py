@@ -13,13 +13,17 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import input_error, shapes
-from . import float8
+from . import float8, float8_blocks
 from .autograd import autocast_dtype, first_order, free, is_transformed
 from .backends import triton
 from .dispatch import Call, Implementation, Setting, ran, run
 from .recipes import recipe_of
-from .terms import Adapter, Dequantized, Float8Weight, Plan, Products, Projection, planned
+from .terms import Adapter, BlocksWeight, Dequantized, Float8Weight, Plan, Products, Projection, planned
 from .terms.products import unflattened
+
+
+# Weights whose products run in float8.
+_IN_FLOAT8 = Float8Weight, BlocksWeight
 
 
 def as_projection(layer: torch.Tensor | Projection) -> Projection:
@@ -63,7 +67,12 @@ def verify_layer(hidden_states: torch.Tensor, layer: torch.Tensor | Projection |
     weight = as_projection(layer).weight
     if product_dtype(hidden_states, layer) != hidden_states.dtype:
         return f"needs {hidden_states.dtype} for the weight too, and no autocast to another dtype"
-    return float8.verify(hidden_states, weight, hidden_states.dtype) if isinstance(weight, Float8Weight) else ""
+    return _verify_float8(hidden_states, weight, hidden_states.dtype) if isinstance(weight, _IN_FLOAT8) else ""
+
+
+def _verify_float8(hidden_states, weight, dtype):
+    rule = float8_blocks if isinstance(weight, BlocksWeight) else float8
+    return rule.verify(hidden_states, weight, dtype)
 
 
 def shared_input_linears(
@@ -119,8 +128,8 @@ def fused_linears(
     return _fused(hidden_states, *projections, dtype=dtype)
 
 
-def _in_float8(projections: Sequence[Projection]) -> list[Float8Weight]:
-    return [projection.weight for projection in projections if isinstance(projection.weight, Float8Weight)]
+def _in_float8(projections: Sequence[Projection]) -> list[Float8Weight | BlocksWeight]:
+    return [projection.weight for projection in projections if isinstance(projection.weight, _IN_FLOAT8)]
 
 
 def _name(projections):
@@ -135,7 +144,7 @@ def _reference(hidden_states, *projections):
 def apply_reference(hidden_states: torch.Tensor, layer: torch.Tensor | Projection) -> torch.Tensor:
     """Apply one layer with PyTorch's own functions."""
     weight, bias, adapters = as_projection(layer)
-    if isinstance(weight, Float8Weight):
+    if isinstance(weight, _IN_FLOAT8):
         return shared_input_linears(hidden_states, layer)[0]
     if isinstance(weight, Dequantized):
         # Through a plain weight, and back to the input's dtype, which autocast alone changes.
@@ -176,7 +185,7 @@ def _verify_fused(hidden_states, *projections):
     if len(dtypes) != 1 or None in dtypes:
         return "needs one dtype for all products"
     for weight in in_float8:
-        if reason := float8.verify(hidden_states, weight, *dtypes):
+        if reason := _verify_float8(hidden_states, weight, *dtypes):
             return reason
     return triton.verify(hidden_states) if any(a.dropout for p in projections for a in p.adapters) else ""
 

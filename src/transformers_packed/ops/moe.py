@@ -5,15 +5,18 @@ products run in blocks whose shape does not depend on the routing, and the outpu
 order in which it chose them.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from ..errors import input_error, shapes
-from .autograd import autocast_dtype, compute_dtype
+from .autograd import autocast_dtype, compute_dtype, first_order
 from .backends import triton
 from .dispatch import Call, Implementation, Setting, run, with_triton
+from .float8_blocks import BLOCK, cast_in_blocks, product_in_blocks
 from .norm import widened
-from .terms import Adapter, DequantizedExperts
+from .terms import Adapter, DequantizedExperts, Float8Experts
 
 
 # Rows of one expert that the reference multiplies at a time. The last block of an expert is filled with zeros.
@@ -85,8 +88,8 @@ def experts(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
-    gate_up_proj: torch.Tensor | DequantizedExperts,
-    down_proj: torch.Tensor | DequantizedExperts,
+    gate_up_proj: torch.Tensor | DequantizedExperts | Float8Experts,
+    down_proj: torch.Tensor | DequantizedExperts | Float8Experts,
     *,
     gate_up_adapter: Adapter | None = None,
     down_adapter: Adapter | None = None,
@@ -102,10 +105,11 @@ def experts(
             Experts of each token. An index of `E` or more stands for an expert on another device and adds nothing.
         top_k_weights (`torch.Tensor` of shape `[T, top_k]`):
             Weights of these experts.
-        gate_up_proj (`torch.Tensor` of shape `[E, 2 * width, hidden]`, or [`DequantizedExperts`]):
+        gate_up_proj (`torch.Tensor` of shape `[E, 2 * width, hidden]`, [`DequantizedExperts`] or [`Float8Experts`]):
             First weights of all experts, those of the gate before the others. Quantized weights are frozen, and
-            computed for some experts at a time, once in the forward and once in the backward.
-        down_proj (`torch.Tensor` of shape `[E, hidden, width]`, or [`DequantizedExperts`]):
+            computed for some experts at a time, once in the forward and once in the backward. The products with
+            [`Float8Experts`] run in float8, and cast their rows.
+        down_proj (`torch.Tensor` of shape `[E, hidden, width]`, or as `gate_up_proj`):
             Second weights of all experts.
         gate_up_adapter ([`Adapter`], *optional*), down_adapter ([`Adapter`], *optional*):
             Additions of low rank to the weights, `down` `[E, rank, in]` and `up` `[E, out, rank]`, without dropout and
@@ -148,7 +152,17 @@ def experts(
         expected = f"an output [{tokens}, {hidden}] and a gate [{tokens}, 1] of the shared expert"
         raise input_error(expected, shapes(*shared))
     call = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter, down_adapter, shared
-    return run("experts" if call[5:7] == (None, None) else "experts_lora", impl, EXPERTS, *call)
+    name = "experts_float8" if _in_float8(gate_up_proj, down_proj) else "experts"
+    return run(name if call[5:7] == (None, None) else f"{name}_lora", impl, EXPERTS, *call)
+
+
+def _in_float8(gate_up_proj, down_proj) -> bool:
+    """Whether the products run in float8. Raise a `ValueError` if one weight alone, or another size, would have them."""
+    found = [isinstance(x, Float8Experts) for x in (gate_up_proj, down_proj)]
+    if found[0] != found[1] or (found[0] and any(size % BLOCK for size in down_proj.shape[1:])):
+        expected = f"products in float8 for both weights, in multiples of {BLOCK}, or for none"
+        raise input_error(expected, f"{shapes(gate_up_proj, down_proj)}, in float8: {found}")
+    return found[0]
 
 
 def _check_adapter(weight, adapter):
@@ -176,8 +190,8 @@ def _reference(
     first, second = (_by_expert(*pair) for pair in ((gate_up_proj, gate_up_adapter), (down_proj, down_adapter)))
     for mine, gate_up, down in zip(rows, first, second, strict=True):
         for block in mine.split(_BLOCK) if len(mine) or not sum(counts) else ():
-            gate, up = _apply(F.pad(block, (0, 0, 0, _BLOCK - len(block))), *gate_up).chunk(2, -1)
-            found.append(_apply(F.silu(gate) * up, *down)[: len(block)])
+            gate, up = gate_up(F.pad(block, (0, 0, 0, _BLOCK - len(block)))).chunk(2, -1)
+            found.append(down(F.silu(gate) * up)[: len(block)])
     found = torch.cat([*found, hidden_states.new_zeros(len(slots) - sum(counts), hidden_states.shape[1], dtype=dtype)])
     by_choice = widened(found[order.argsort()]).view(tokens, top_k, hidden_states.shape[1])
     weights = widened(top_k_weights)[..., None]
@@ -191,29 +205,53 @@ def _reference(
 
 
 def _by_expert(weight, adapter):
-    """Yield the weight of each expert, and the two matrices of its adapter."""
-    number = weight.shape[0]
+    """Yield what multiplies rows by the weight of each expert, plus its adapter."""
+    number, factors = weight.shape[0], [(None, None)] * weight.shape[0]
     if isinstance(weight, DequantizedExperts):
-        matrices = ((_weight_of(weight, i), weight, i) for i in range(number))
+        products = (partial(_times_frozen, _weight_of(weight, i), weight, i) for i in range(number))
+    elif isinstance(weight, Float8Experts):
+        products = (partial(_times_float8, weight, i) for i in range(number))
     else:
-        matrices = weight.unbind()
-    if adapter is None:
-        yield from ((x, None, None) for x in matrices)
-        return
-    factors = adapter.down, adapter.up * adapter.scale
-    yield from zip(matrices, *(x.to(weight.dtype).unbind() for x in factors), strict=True)
+        products = (partial(F.linear, weight=x) for x in weight.unbind())
+    if adapter is not None:
+        both = adapter.down, adapter.up * adapter.scale
+        factors = zip(*(x.to(weight.dtype).unbind() for x in both), strict=True)
+    for product, (down, up) in zip(products, factors, strict=True):
+        yield partial(_apply, product, down, up, weight.dtype)
 
 
-def _apply(rows, weight, down, up):
-    # Frozen weights come with what computes them.
-    matrix, *again = weight if isinstance(weight, tuple) else (weight,)
-    rows = rows.to(matrix.dtype)
-    if again:
-        dtype = compute_dtype(rows)
-        y = _FrozenLinear.apply(rows.to(dtype), matrix.to(dtype), *again)
-    else:
-        y = F.linear(rows, matrix)
+def _apply(product, down, up, dtype, rows):
+    rows = rows.to(dtype)
+    y = product(rows)
     return y if down is None else y + F.linear(F.linear(rows, down), up)
+
+
+def _times_frozen(matrix, weights, expert, rows):
+    dtype = compute_dtype(rows)
+    return _FrozenLinear.apply(rows.to(dtype), matrix.to(dtype), weights, expert)
+
+
+def _times_float8(weights, expert, rows):
+    return _Float8Linear.apply(rows.to(compute_dtype(rows)), weights, expert)
+
+
+class _Float8Linear(torch.autograd.Function):
+    """A linear layer of an expert whose weight is in float8 with a scale for each block."""
+
+    @staticmethod
+    def forward(rows, weights, expert):
+        values, scale = (x[expert] for x in weights.stored())
+        return product_in_blocks(*cast_in_blocks(rows), values, scale).to(rows.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.weights, ctx.expert = inputs
+
+    @staticmethod
+    @first_order("Compute second-order gradients without products in float8.")
+    def backward(ctx, dy):
+        values, scale = (x[ctx.expert] for x in ctx.weights.stored())
+        return product_in_blocks(*cast_in_blocks(dy), values.t(), scale.t()).to(dy.dtype), None, None
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -245,9 +283,9 @@ def _triton(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, 
     # Autograd needs the matrices as arguments of their own.
     factors = [(None, None, None) if a is None else a[:3] for a in (gate_up_adapter, down_adapter)]
     weights = gate_up_proj, down_proj
-    quantized = [x if isinstance(x, DequantizedExperts) else None for x in weights]
+    quantized = [None if isinstance(x, torch.Tensor) else x for x in weights]
     options = dtype, [scale for *_, scale in factors], torch.is_grad_enabled(), quantized
-    weights = [None if isinstance(x, DequantizedExperts) else x for x in weights]
+    weights = [x if isinstance(x, torch.Tensor) else None for x in weights]
     call = hidden_states, top_k_index, top_k_weights, *weights
     return Experts.apply(*call, *(shared or (None, None)), options, *factors[0][:2], *factors[1][:2])
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ..audit.isolation import UnseenError
 from ..errors import described, input_error
-from ..models.float8 import has_float8
+from ..models.float8_marks import has_float8
 
 
 PADDED = "Use padded batches, or pass verify=False to train anyway."

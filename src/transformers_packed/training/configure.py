@@ -88,7 +88,7 @@ def configure_packing(
         max_length (`int`, *optional*):
             Maximum number of tokens per row for `packing=True`. Defaults to `trainer.args.max_length`.
         float8 (`bool`, *optional*, defaults to `False`):
-            Train linear layers with products in float8 ([`use_float8`]).
+            Train linear layers, and experts that are stored in float8, with products in float8 ([`use_float8`]).
         batch_invariant (`bool`, *optional*, defaults to `False`):
             Give the tokens of a document the same bits in every row and batch ([`batch_invariant`]), for the whole process
             until packing is configured anew. The check before the first step compares documents with their rows, bit by bit.

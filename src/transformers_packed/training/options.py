@@ -24,7 +24,7 @@ class TrainingOptions:
     """The options that [`configure_packing`], which documents them, shares with [`PackedTrainingArguments`]."""
 
     max_length: int | None = option(None, "Maximum number of tokens per packed row.")
-    float8: bool = option(False, "Train linear layers with products in float8.")
+    float8: bool = option(False, "Train linear layers, and experts in FP8, with products in float8.")
     batch_invariant: bool = option(False, "Give a document the same bits in every row and batch.")
     cuda_graphs: bool | None = option(None, "Run the layers as CUDA graphs (default: where a measured row is faster).")
     verify: bool = option(True, "Compare a few documents with a padded batch before the first step.")

@@ -10,7 +10,8 @@ A weight that can be dequantized needs no term, but a function in `models/stored
 product is a record and a term in a file of this folder, and an entry of `KINDS` in `products.py`.
 """
 
-from .float8 import Float8, Float8Weight  # noqa: F401
+from .float8 import Float8, Float8Experts, Float8Weight  # noqa: F401
+from .float8_blocks import BlocksWeight, Float8Blocks  # noqa: F401
 from .low_rank import Adapter, LowRank  # noqa: F401
 from .products import Plan, Products, Projection, planned  # noqa: F401
 from .term import PIECE, Dequantized, DequantizedExperts  # noqa: F401

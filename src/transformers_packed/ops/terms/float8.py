@@ -1,6 +1,6 @@
 """Weights whose three products run in float8, with one cast of the rows for all of them. See [`ops.float8`]."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,23 @@ class Float8Weight(NamedTuple):
     def casts_input(self) -> bool:
         """Whether the input may have more precision than the products."""
         return self.scale is not None
+
+
+class Float8Experts(NamedTuple):
+    """Frozen weights of experts whose products run in float8, with a scale for each block. See [`ops.float8_blocks`].
+
+    Args:
+        shape (`torch.Size`):
+            Shape of the weights, `[E, out, in]`, in multiples of 128.
+        dtype (`torch.dtype`):
+            Dtype around the products.
+        stored (`Callable[[], Sequence[torch.Tensor]]`):
+            Returns the weights in e4m3, and the scales `[E, out / 128, in / 128]` of their blocks in float32.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stored: Callable[[], Sequence[torch.Tensor]]
 
 
 class Float8(Term):

@@ -8,6 +8,7 @@ import torch
 
 from ..autograd import save, saved
 from .float8 import Float8, Float8Weight
+from .float8_blocks import BlocksWeight, Float8Blocks
 from .low_rank import Adapter, LowRank
 from .term import Bias, Dequantized, Term, Weights
 
@@ -15,14 +16,14 @@ from .term import Bias, Dequantized, Term, Weights
 Kind = TypeVar("Kind", bound=Term)
 
 # In the order of their additions. A term takes from a layer what no previous one has taken.
-KINDS: tuple[type[Term], ...] = (Bias, Float8, LowRank, Weights)
+KINDS: tuple[type[Term], ...] = (Bias, Float8, Float8Blocks, LowRank, Weights)
 
 
 class Projection(NamedTuple):
     """The parameters of a linear layer.
 
     Args:
-        weight (`torch.Tensor` of shape `[out, in]`, [`Float8Weight`] or [`Dequantized`]):
+        weight (`torch.Tensor` of shape `[out, in]`, [`Float8Weight`], [`BlocksWeight`] or [`Dequantized`]):
             Weight of the layer.
         bias (`torch.Tensor` of shape `[out]`, *optional*):
             Bias of the layer.
@@ -30,7 +31,7 @@ class Projection(NamedTuple):
             Active adapters.
     """
 
-    weight: torch.Tensor | Float8Weight | Dequantized
+    weight: torch.Tensor | Float8Weight | BlocksWeight | Dequantized
     bias: torch.Tensor | None = None
     adapters: tuple[Adapter, ...] = ()
 

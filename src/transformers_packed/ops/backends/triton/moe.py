@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 
 from ...autograd import save, saved
+from ...terms import Float8Experts
 from . import KernelFunction, next_power_of_2
+from .float8_blocks import Float8Plan
 from .grouped_products import Factors, Plan
 
 
@@ -70,6 +72,10 @@ def _either(quantized, *weights):
     return [x if q is None else q for q, x in zip(quantized, weights, strict=True)]
 
 
+def _plan_for(weight) -> type[Plan]:
+    return Float8Plan if isinstance(weight, Float8Experts) else Plan
+
+
 def _shared_gradients(dy, shared, gate):
     """Return the gradients of the shared expert's output and of its gate."""
     d_shared, d_gate, n = torch.empty_like(shared), torch.empty_like(gate), shared.shape[1]
@@ -92,10 +98,10 @@ class Experts(KernelFunction):
         shared, gate = (None if t is None else t.contiguous() for t in (shared, gate))
         rows, low, both, placed = x.to(dtype).contiguous(), None, None, [None] * 5
         if len(rows):
-            plan = Plan.of(index, number)
+            plan = _plan_for(first_weight).of(index, number)
             first, second = Factors.of(matrices, scales, dtype)
             keep = keep and any(ctx.needs_input_grad)
-            h, both, low = plan.gate_up(rows, first_weight, first, keep)
+            h, both, low = plan.gate_up(rows, first_weight, first, keep, second is not None)
             placed = plan.tensors()
         save(ctx, rows, index, weights, gate_up, down, shared, gate, *matrices, low, both, *placed)
         if not len(rows):
@@ -116,10 +122,10 @@ class Experts(KernelFunction):
         d_shared, d_gate = _shared_gradients(dy, shared, gate) if any(for_shared) else (None, None)
         first_weight, second_weight = _either(ctx.quantized, gate_up, down)
         first, second = Factors.of(matrices, ctx.scales, ctx.dtype)
-        plan = Plan(index.shape[1], *all_saved[-5:])
+        plan = _plan_for(first_weight)(index.shape[1], *all_saved[-5:])
         dy = dy.to(ctx.dtype).contiguous()
         dh, d_low = plan.rows_times_experts(dy, second_weight, second, transposed=False, of_tokens=True)
-        d_both, d_weights = plan.gate_backward(both, dh, weights)
+        d_both, d_weights = plan.gate_backward(both, dh, weights, (first is not None, second is not None))
         if for_down:
             d_down = plan.weight_gradient(plan.gathered(dy), dh, down.dtype)
         if any(for_matrices[2:]):
