@@ -48,10 +48,10 @@ from transformers_packed import (
     keep_experts_in_host_memory,
     keep_layers_in_host_memory,
 )
+from transformers_packed.models.checkpointing import bytes_on_host
 from transformers_packed.models.host_experts import bytes_in_host_memory
 from transformers_packed.models.memory import on_host_of
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
-from transformers_packed.models.packed_model import bytes_on_host
 from transformers_packed.models.versions import checkpointing_argument
 from transformers_packed.training.optimizers import arguments_for, class_and_kwargs
 from transformers_packed.training.run_ahead import RunAheadCallback

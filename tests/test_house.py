@@ -15,10 +15,7 @@ LATE_IMPORTS = (
     ("cli/*", "*"),  # the parser runs before torch is imported
     ("training/losses.py", "ops"),  # the compiler of torch, for one kind of head
     ("models/trl_head.py", "ops"),  # the compiler of torch, for models that a trainer of TRL has changed
-    ("models/packed_model.py", "ops.offload"),  # the compiler of torch, for checkpoints in host memory
-    ("models/packed_model.py", "ops.kept_attention"),  # the compiler of torch, for checkpoints that keep attention
-    ("models/packed_model.py", "models.long_attention"),  # the same, for rows with long documents
-    ("models/packed_model.py", "models.segments"),  # the compiler of torch, for layers that cut rows
+    ("models/packed_model.py", "models.checkpointing"),  # the compiler of torch, for options of checkpointing
     ("models/quantized_weights.py", "ops.dequantization"),  # the compiler of torch, for experts in 4 bit
     ("models/versions.py", "ops.dispatch"),  # the compiler of torch, for compiled models
     ("models/masks.py", "ops.autograd"),  # the compiler of torch, for masks in transforms
@@ -54,7 +51,7 @@ CHANGES = {
     ("models/registry.py", "set_switches"),
     ("models/packed_model.py", "Switch.__set__"),
     ("models/packed_model.py", "Switch.__delete__"),
-    ("models/packed_model.py", "_host_copies"),
+    ("models/checkpointing.py", "_host_of"),
     ("models/float8.py", "use_float8"),
     ("ops/invariance.py", "_allow"),
     ("models/mtp_head.py", "MtpHead.__init__"),

@@ -21,8 +21,8 @@ from transformers import set_seed
 
 from transformers_packed import SequenceBoundaries, patch_model, use_cuda_graphs
 from transformers_packed.models import cuda_graphs, recordings
+from transformers_packed.models.checkpointing import bytes_on_host
 from transformers_packed.models.families import family_named
-from transformers_packed.models.packed_model import bytes_on_host
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops.backends import chunk_indices
 from transformers_packed.ops.invariance import set_batch_invariant

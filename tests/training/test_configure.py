@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from transformers_packed import IterablePackingDataset, configure_packing, pack_dataset
 from transformers_packed.audit.tiny import tiny_config
-from transformers_packed.models.long_attention import keep_long_attention
+from transformers_packed.models.checkpointing import keep_long_attention
 from transformers_packed.models.versions import can_select_checkpoints, supports_other_families
 from transformers_packed.training import setup
 from transformers_packed.training.callbacks.metrics import PackingMetricsCallback

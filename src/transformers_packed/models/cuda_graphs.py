@@ -26,11 +26,11 @@ from ..foreign import attention_of, swapped
 from ..ops.autograd import autocast_dtype, saved_tensor_hooks
 from ..ops.invariance import is_batch_invariant
 from ..ops.offload import HostCheckpoints
+from .checkpointing import keep_long_attention
 from .experts import isolates
 from .families import OWN, families_of, titles
 from .family import Family, Own
 from .host_parameters import host_of
-from .long_attention import keep_long_attention
 from .quantized_weights import StoredWeight, tensors_of
 from .recordings import RecordedLayers, RecordedRow, Use, is_on_gpu, new_place, same_counts
 from .releases import checkpoint_of

@@ -1,14 +1,11 @@
 """`PackedModelMixin`, the base of all our model classes."""
 
-import weakref
 from collections.abc import Mapping, Set
 from copy import deepcopy
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
@@ -18,16 +15,14 @@ from .family import Own
 from .installed import EXPERTS, held, hold
 from .mtp import PREFIX, keep_head, save_beside, to_module_names
 from .quantization import QuantizationMixin
-from .releases import note_revision, saves_adapter, wrap_checkpoints
+from .releases import note_revision, saves_adapter
 from .replacements import convert
 from .typed import ModelBase
-from .versions import can_select_checkpoints, check_checkpointing
+from .versions import can_select_checkpoints
 
 
 logger = logging.get_logger(__name__)
 
-# The attribute with what copies checkpoints to the host.
-_COPIES = "host_checkpoints"
 # The options of `save_pretrained` that `push_to_hub` takes.
 _OF_UPLOADS = {"commit_message", "create_pr", "max_shard_size", "private", "token"}
 
@@ -157,44 +152,11 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
             least 16,384 tokens, as far as the outputs are in host memory.
             With `"segment_tokens": n`, layers compute longer rows in segments of `n` tokens.
             """
-            options = dict(activation_checkpointing_kwargs or {})
-            # Trainers take them out, but TRL's pass all options on.
-            every_n_layers = options.pop("every_n_layers", every_n_layers)
-            offload = options.pop("offload", offload)
-            keep = options.pop("keep_attention", False)
-            segment_tokens = options.pop("segment_tokens", None)
-            for name, value in (("offload", offload), ("keep_attention", keep)):
-                if not isinstance(value, bool) and value != "auto":
-                    raise input_error(f'{name} of True, False or "auto"', repr(value))
-            accelerator = torch.accelerator.current_accelerator()
-            beside = bool(offload) and (accelerator is None or accelerator.type == "cuda")
-            if keep == "auto" and (not beside or options.get("use_reentrant") or "context_fn" in options):
-                keep = False
-            # Late imports, because the ops import the compiler of PyTorch.
-            if keep:
-                from ..ops.kept_attention import keeping_attention
+            # Late, because the ops import the compiler of PyTorch.
+            from .checkpointing import enable, read_options
 
-                if "context_fn" in options:
-                    raise input_error("no context_fn with keep_attention", "one", "Leave it out.")
-                options = _without_reentrant(options, "keep_attention")
-            if segment_tokens is not None:
-                from .segments import check_size, in_segments
-
-                check_size(segment_tokens)
-                check_checkpointing("segment_tokens")
-                options = _without_reentrant(options, "segment_tokens")
-            copies = _host_copies(self, offload == "auto") if beside else vars(self).pop(_COPIES, None)
-            if keep is True:
-                options["context_fn"] = partial(keeping_attention, copies) if beside else keeping_attention
-            super().activation_checkpointing_enable(options or None, every_n_layers, offload is True and not beside)
-            if beside:
-                wrap_checkpoints(self, copies)
-            if keep == "auto":
-                from .long_attention import keep_long_attention
-
-                wrap_checkpoints(self, partial(keep_long_attention, copies))
-            if segment_tokens is not None:
-                wrap_checkpoints(self, partial(in_segments, segment_tokens))
+            options = read_options(activation_checkpointing_kwargs, every_n_layers, offload)
+            enable(self, super().activation_checkpointing_enable, options)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # With use_liger_kernel, Trainer assigns Liger's forward to a registered model in `train`, and this is the only
@@ -224,35 +186,3 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
         if family is not None and isinstance(family.apart, Own):
             requested_experts = EXPERTS if requested_experts is None else requested_experts
         return super().get_correct_experts_implementation(requested_experts)
-
-
-def bytes_on_host(model: torch.nn.Module) -> int:
-    """Return the bytes of host memory for checkpoints of a model, and of those inside of it."""
-    found = {vars(module).get(_COPIES) for module in model.modules()}
-    return sum(copies.bytes for copies in found if copies is not None)
-
-
-def bytes_of_moments(model: torch.nn.Module | None) -> int:
-    """Return the bytes of two moments of each trained parameter, which AdamW has from the first step on."""
-    parameters = () if model is None else model.parameters()
-    return 2 * sum(x.numel() * x.element_size() for x in parameters if x.requires_grad)
-
-
-def _host_copies(model: torch.nn.Module, automatic: bool) -> Any:
-    """Return the copies of a model's checkpoints, with the buffers that it has already."""
-    from ..ops.offload import HostCheckpoints
-
-    copies = vars(model).get(_COPIES)
-    if copies is None or copies.automatic != automatic:
-        # They must not keep the model.
-        this = weakref.ref(model)
-        copies = HostCheckpoints((lambda: bytes_of_moments(this())) if automatic else None)
-    vars(model)[_COPIES] = copies
-    return copies
-
-
-def _without_reentrant(options: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the options of `torch.utils.checkpoint.checkpoint` without reentrant autograd, or raise a `ValueError`."""
-    if options.get("use_reentrant"):
-        raise input_error(f"use_reentrant=False with {name}", "use_reentrant=True", "Leave it out.")
-    return options | {"use_reentrant": False}

@@ -8,8 +8,8 @@ import torch
 
 from ..data.planning.memory import FILLED, gib
 from ..errors import described
+from ..models.checkpointing import bytes_of_moments, bytes_on_host
 from ..models.cuda_graphs import records_graphs, share_of_attention, text_models_of, use_cuda_graphs
-from ..models.packed_model import bytes_of_moments, bytes_on_host
 
 
 _REPEATS = 5
