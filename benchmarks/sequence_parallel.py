@@ -14,11 +14,14 @@ GPU are `row / (time * P)`. All rows are the same, so the losses and gradient no
 slowest process determines the time of a step, and the median step counts for an arm.
 
 The arm `state+heads` splits the gated delta rule by states and attention by heads. Size 1 has the arm `whole`. Each arm
-runs in the chosen variants: as it is, without cuDNN's attention, with checkpoints in host memory, and with Transformers'
-copies to host memory. A row that does not fit is part of the results, and longer ones are left out.
+runs in the chosen variants: as it is, without cuDNN's attention, with checkpoints in host memory, with Transformers' copies to
+host memory, and with attention of long documents there too. `--segment-tokens` repeats the last one with layers that compute
+segments. A row that does not fit is part of the results, and longer ones are left out.
 
     torchrun --nproc_per_node 1 benchmarks/sequence_parallel.py --models 4B --lora --sizes 1 --variants offload \
         --one-document 131072 262144 327680 393216 --warmup 1 --warmup-tokens 16384 --repeats 1
+    torchrun --nproc_per_node 1 benchmarks/sequence_parallel.py --models 4B --lora --sizes 1 --one-document 65536 \
+        --variants 'offload, attention kept' --segment-tokens 32768 16384 --warmup 1 --repeats 3
 """
 
 import argparse
@@ -54,6 +57,7 @@ VARIANTS = {
     "varlen_attn": (False, None),
     "offload": (True, "ours"),
     "stock offload": (True, "stock"),
+    "offload, attention kept": (True, "ours"),
 }
 SDPA = ATTENTION["sdpa"]
 ARMS = [f"{rule}+{attention}" for rule in ("state", "heads") for attention in ("heads", "gather")]
@@ -90,8 +94,8 @@ def largest(value: float, device: str) -> float:
     return value.item()
 
 
-def set_variant(model, name: str) -> None:
-    """Choose the implementation of attention, and checkpoint all layers."""
+def set_variant(model, name: str, segment: int | None) -> None:
+    """Choose the implementation of attention, and checkpoint all layers, which compute segments of so many tokens."""
     with_cudnn, offload = VARIANTS[name]
     kernels = dict(SDPA)
     if not with_cudnn:
@@ -101,12 +105,13 @@ def set_variant(model, name: str) -> None:
     enable = inner.activation_checkpointing_enable
     if offload == "stock":
         enable = partial(PreTrainedModel.activation_checkpointing_enable, inner)
-    enable({"use_reentrant": False}, offload=offload is not None)
+    options = {"use_reentrant": False} | ({"keep_attention": "auto"} if "kept" in name else {})
+    enable(options | ({"segment_tokens": segment} if segment else {}), offload=offload is not None)
 
 
-def measure(model, lengths: list[int], size: int, arm: str, variant: str, args) -> dict:
+def measure(model, lengths: list[int], size: int, arm: str, variant: str, segment: int | None, args) -> dict:
     device, cuda = args.device, args.device == "cuda"
-    set_variant(model, variant)
+    set_variant(model, variant, segment)
     methods = {}
     if size > 1:
         methods = dict(zip(("gated_delta_rule", "attention"), arm.split("+"), strict=True))
@@ -147,6 +152,7 @@ def measure(model, lengths: list[int], size: int, arm: str, variant: str, args) 
         "size": size,
         "arm": arm,
         "variant": variant,
+        **({"segment_tokens": segment} if segment else {}),
         "seconds": seconds,
         "median_ms": round(1000 * median, 2),
         "tokens_per_second_per_gpu": round(sum(lengths) / median / size),
@@ -162,13 +168,14 @@ def measure(model, lengths: list[int], size: int, arm: str, variant: str, args) 
 
 def print_arm(arm: dict, baseline: dict) -> None:
     ratio = ""
+    name = arm["variant"] + (f", segments of {arm['segment_tokens']:,}" if "segment_tokens" in arm else "")
     if "error" in arm:
-        print(f"  P = {arm['size']} {arm['arm']:<13} {arm['variant']:<13} {arm['error']}", flush=True)
+        print(f"  P = {arm['size']} {arm['arm']:<13} {name:<13} {arm['error']}", flush=True)
         return
     if baseline["size"] == 1:
         ratio = f"x {arm['tokens_per_second_per_gpu'] / baseline['tokens_per_second_per_gpu']:4.2f}"
     print(
-        f"  P = {arm['size']} {arm['arm']:<13} {arm['variant']:<13} {arm['median_ms']:10.1f} ms"
+        f"  P = {arm['size']} {arm['arm']:<13} {name:<13} {arm['median_ms']:10.1f} ms"
         f"  {arm['tokens_per_second_per_gpu']:>8,} tokens/s/GPU  {ratio}  {arm.get('peak_GiB', 0):6.1f} GiB"
         f"  loss {arm['loss']:.4f}  |gradient| {arm['gradient_norm']:.4f}",
         flush=True,
@@ -191,13 +198,14 @@ def measure_row(model, name: str, lengths: list[int], args, report: dict) -> boo
     }
     report["runs"].append(run)
     arms = [(size, arm) for size in args.sizes if world % size == 0 for arm in (args.arms if size > 1 else ["whole"])]
-    for (size, arm), variant in itertools.product(arms, args.variants):
+    cases = [*((variant, None) for variant in args.variants), *((args.variants[-1], n) for n in args.segment_tokens)]
+    for (size, arm), (variant, segment) in itertools.product(arms, cases):
         gc.collect()
         if args.device == "cuda":
             # Blocks of other lengths would take memory.
             torch.cuda.empty_cache()
         try:
-            run["arms"].append(measure(model, lengths, size, arm, variant, args))
+            run["arms"].append(measure(model, lengths, size, arm, variant, segment, args))
         except torch.OutOfMemoryError:
             # Other processes may wait for this one.
             if world > 1:
@@ -236,6 +244,8 @@ def main() -> int:
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="arms for sizes above 1")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["as it is"])
+    cut = "with the last variant, also let layers compute segments of N tokens"
+    parser.add_argument("--segment-tokens", nargs="+", type=int, default=[], metavar="N", help=cut)
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers, under autocast")
     parser.add_argument("--qlora", action="store_true", help="with frozen weights in 4 bits")
     parser.add_argument("--warmup", type=int, default=2)
