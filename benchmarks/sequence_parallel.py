@@ -51,13 +51,14 @@ from transformers_packed.ops.attention import IMPLEMENTATIONS as ATTENTION
 from transformers_packed.parallel import SequenceParallel, shard_batch
 
 
+KEPT = "offload, attention kept"
 # With and without cuDNN, and whose copies of checkpoints to host memory run.
 VARIANTS = {
     "as it is": (True, None),
     "varlen_attn": (False, None),
     "offload": (True, "ours"),
     "stock offload": (True, "stock"),
-    "offload, attention kept": (True, "ours"),
+    KEPT: (True, "ours"),
 }
 SDPA = ATTENTION["sdpa"]
 ARMS = [f"{rule}+{attention}" for rule in ("state", "heads") for attention in ("heads", "gather")]
@@ -105,7 +106,7 @@ def set_variant(model, name: str, segment: int | None) -> None:
     enable = inner.activation_checkpointing_enable
     if offload == "stock":
         enable = partial(PreTrainedModel.activation_checkpointing_enable, inner)
-    options = {"use_reentrant": False} | ({"keep_attention": "auto"} if "kept" in name else {})
+    options = {"use_reentrant": False} | ({"keep_attention": "auto"} if name == KEPT else {})
     enable(options | ({"segment_tokens": segment} if segment else {}), offload=offload is not None)
 
 
@@ -198,7 +199,7 @@ def measure_row(model, name: str, lengths: list[int], args, report: dict) -> boo
     }
     report["runs"].append(run)
     arms = [(size, arm) for size in args.sizes if world % size == 0 for arm in (args.arms if size > 1 else ["whole"])]
-    cases = [*((variant, None) for variant in args.variants), *((args.variants[-1], n) for n in args.segment_tokens)]
+    cases = [*((variant, None) for variant in args.variants), *((KEPT, n) for n in args.segment_tokens)]
     for (size, arm), (variant, segment) in itertools.product(arms, cases):
         gc.collect()
         if args.device == "cuda":
@@ -243,8 +244,8 @@ def main() -> int:
         help="sizes that do not divide the process count are skipped",
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="arms for sizes above 1")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["as it is"])
-    cut = "with the last variant, also let layers compute segments of N tokens"
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=["as it is"])
+    cut = f"also '{KEPT}' with layers that compute segments of N tokens"
     parser.add_argument("--segment-tokens", nargs="+", type=int, default=[], metavar="N", help=cut)
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers, under autocast")
     parser.add_argument("--qlora", action="store_true", help="with frozen weights in 4 bits")
