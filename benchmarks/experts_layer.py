@@ -36,6 +36,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers_packed.models.experts import weights_of
 from transformers_packed.models.float8_marks import MARK
 from transformers_packed.ops import choose_experts, experts
+from transformers_packed.ops.float8_blocks import BLOCK
 from transformers_packed.ops.terms import Adapter
 
 
@@ -77,7 +78,7 @@ def in_blocks(layer: torch.nn.Module, config: dict) -> dict[str, torch.nn.Module
     """The same experts in FP8 with scales of blocks, dequantized and with products in FP8."""
     text = AutoConfig.for_model(**config)
     with torch.device("meta"):
-        stored = FP8Experts(text, (128, 128))
+        stored = FP8Experts(text, (BLOCK, BLOCK))
     fill_blocks(stored.to_empty(device=layer.down_proj.device), layer)
     marked = copy.copy(stored)
     vars(marked)[MARK] = 0.0
@@ -134,7 +135,8 @@ def measure(model: str, tokens: int, args) -> dict:
                 continue
             stored = quantized(layer, kind)
             arms |= {kind: (ours, stored), f"{kind}+{other}": (partial(ours, dequantize=other), stored)}
-        arms |= {name: (ours, stored) for name, stored in in_blocks(layer, config).items()}
+        if not (hidden % BLOCK or config["moe_intermediate_size"] % BLOCK):
+            arms |= {name: (ours, stored) for name, stored in in_blocks(layer, config).items()}
     else:
         leaves += layer.parameters()
     flops = (2 if args.lora or args.frozen else 3) * 2 * tokens * top_k * 3 * hidden * config["moe_intermediate_size"]

@@ -52,6 +52,7 @@ CHANGES = {
     ("models/packed_model.py", "Switch.__set__"),
     ("models/packed_model.py", "Switch.__delete__"),
     ("models/checkpointing.py", "_host_of"),
+    ("models/checkpointing.py", "enable"),
     ("models/float8.py", "use_float8"),
     ("ops/invariance.py", "_allow"),
     ("models/mtp_head.py", "MtpHead.__init__"),

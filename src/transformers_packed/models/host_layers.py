@@ -20,7 +20,8 @@ from .host_parameters import (
     sizes_of_weights,
     weights_of,
 )
-from .lora import COPIES, FACTORS
+from .lora import FACTORS
+from .releases import COPIES
 from .replacements import Model
 
 

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from ..errors import input_error
 from ..foreign import swapped
 from ..ops.host_weights import HostTensors, Place, is_apart
-from .lora import COPIES, ORIGINAL
 from .quantized_weights import copied_weights, has_parts, is_in_4bit, tensors_of, with_tensors
+from .releases import COPIES, ORIGINAL
 
 
 WEIGHTS = ("gate_up_proj", "down_proj")

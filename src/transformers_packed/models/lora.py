@@ -18,8 +18,6 @@ from .untouched import is_bare_linear, is_untouched
 
 # The names that PEFT gives to LoRA's factors, in the names of parameters.
 FACTORS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
-# The copies of a module that it trains, by adapter, and the frozen module itself, in its wrapper of both.
-COPIES, ORIGINAL = "modules_to_save", "original_module"
 
 
 def adapted_layers(model: Any) -> dict[str, torch.nn.Linear]:

@@ -27,8 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
-from .lora import COPIES, ORIGINAL
-from .releases import revision_of
+from .releases import COPIES, ORIGINAL, revision_of
 
 
 logger = logging.get_logger(__name__)

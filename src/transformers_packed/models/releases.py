@@ -186,6 +186,8 @@ def forget_recorders(package: str) -> None:
 FLEX = "_supports_flex_attn"
 # The attributes of Transformers and PyTorch with the function that runs a layer under checkpointing.
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+# Those of PEFT's wrappers with the copies of a module that it trains, by adapter, and the frozen module itself.
+COPIES, ORIGINAL = "modules_to_save", "original_module"
 
 
 def checkpoint_of(layer: torch.nn.Module) -> Callable | None:
