@@ -1,12 +1,14 @@
 """Gradient checkpointing that does not compute softmax attention again."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from .autograd import detached
 from .offload import HostCheckpoints
 
 
@@ -38,10 +40,20 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         found = operator(*args, **(kwargs or {}))
         if _is_kept(operator, args, kwargs or {}):
-            # Autograd makes these tensors the outputs of a node, which would keep itself.
-            saved = tree_map_only(torch.Tensor, lambda x: self.host.save(x.detach(), inside=True), found)
-            self.kept.append(None if self.unasked and not self.host.has(saved) else saved)
+            self.kept.append(self.save(found))
         return found
+
+    def save(self, found: Any) -> Any:
+        """Save the outputs of a kernel, or none if the largest one has to go to the host and does not."""
+        # Autograd makes these tensors the outputs of a node, which would keep itself.
+        outputs = tree_map_only(torch.Tensor, detached, found)
+        largest = max((x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)), key=lambda x: x.nbytes)
+        first = self.host.save(largest, inside=True)
+        on_host = self.host.has(first)
+        if self.unasked and not on_host:
+            return None
+        beside = partial(self.host.save, inside=True, beside=on_host)
+        return tree_map_only(torch.Tensor, lambda x: first if x is largest else beside(x), outputs)
 
 
 class _Using(TorchDispatchMode):
@@ -57,7 +69,9 @@ class _Using(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         saved = next(self.left) if _is_kept(operator, args, kwargs or {}) else None
-        return operator(*args, **(kwargs or {})) if saved is None else tree_map(self.host.load, saved)
+        if saved is None:
+            return operator(*args, **(kwargs or {}))
+        return tree_map_only(torch.Tensor, detached, tree_map(self.host.load, saved))
 
 
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
