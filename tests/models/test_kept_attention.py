@@ -47,6 +47,25 @@ def times_mask(ctx, gradient):
 attention.register_autograd(times_mask, setup_context=keep_output)
 
 
+@torch.library.custom_op("kept_attention_test::attention_into", mutates_args=("output",))
+def attention_into(x: torch.Tensor, output: torch.Tensor) -> None:
+    """Stands for a kernel that writes into a given output."""
+    CALLS.append(0.0)
+    output.copy_(x)
+
+
+class Into(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        output = torch.full_like(x, float("nan"))
+        attention_into(x, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
 class Attentions(TorchDispatchMode):
     """Counts the calls of attention kernels, forward and backward."""
 
@@ -222,6 +241,19 @@ class KeptAttentionTest(unittest.TestCase):
             found.append(x.grad)
         self.assertTrue(torch.equal(*found))
         self.assertEqual(len(CALLS), calls)
+
+    def test_what_a_kernel_writes_into_arguments_is_written_again(self):
+        x, host = torch.randn(4, 16, requires_grad=True), offload.HostCheckpoints()
+        for context_fn in (
+            keeping_attention,
+            partial(keeping_attention, host),
+            partial(keeping_attention, host, True),
+        ):
+            CALLS.clear()
+            y = checkpoint(lambda x: Into.apply(x.sin()).exp(), x, use_reentrant=False, context_fn=context_fn)
+            (gradient,) = torch.autograd.grad(y.sum(), x)
+            self.assertTrue(torch.allclose(gradient, x.cos() * x.sin().exp()))
+            self.assertEqual(len(CALLS), 2)
 
     def test_without_it(self):
         """The other options are those of Transformers then."""

@@ -16,7 +16,8 @@ def keeping_attention(host: HostCheckpoints | None = None, unasked: bool = False
     """A `context_fn` of `torch.utils.checkpoint.checkpoint`: the backward does not compute softmax attention again.
 
     For a layer it keeps the outputs of the kernel, `[T, H, D]` in the compute dtype and `[T, H]` in float32. Kernels with
-    dropout are computed again, and those that are no operators of torch, such as those for shared prompts on GPUs.
+    dropout are computed again, and so are those that write into arguments or are no operators of torch, such as those for
+    shared prompts on GPUs.
 
     Args:
         host ([`HostCheckpoints`], *optional*):
@@ -86,5 +87,8 @@ def _is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     if schema is None or not ("attn" in name or "attention" in name):
         return False
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    # What a kernel writes into its arguments is no output that can be kept.
+    writes = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
     # A kernel that draws random numbers has to draw them again, or the dropout behind it would draw others.
-    return not any("dropout" in argument and value for argument, value in given.items())
+    drops = [argument for argument in given if "dropout" in argument and given[argument]]
+    return not drops and all(given.get(name) is None for name in writes)
