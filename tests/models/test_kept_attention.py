@@ -13,6 +13,7 @@ from mixins.lora import all_linear, builtin_model
 from mixins.model import gradients, packed_batch
 from mixins.patch import documents
 from parameterized import parameterized
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -172,6 +173,18 @@ class KeptAttentionTest(unittest.TestCase):
             y = run(x, context_fn=context_fn)
             # The copy of the first output has ended before the next layer begins.
             y = run(y, context_fn=context_fn) if retained else y
+            y.sum().backward()
+
+    def test_another_kernel_in_the_backward(self):
+        """What another one returns would be no output of it."""
+        x, host = torch.randn(1, 2, 16, 8, requires_grad=True), offload.HostCheckpoints()
+
+        def layer(x):
+            return F.scaled_dot_product_attention(*[x.sin()] * 3)
+
+        with sdpa_kernel(SDPBackend.MATH):
+            y = checkpoint(layer, x, use_reentrant=False, context_fn=partial(keeping_attention, host))
+        with self.assertRaisesRegex(ValueError, "expected the kernel of the forward.*, none, got aten.*sdpa_kernel"):
             y.sum().backward()
 
     def test_what_stays_on_the_device_keeps_no_graph(self):

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ..errors import input_error
 from .autograd import detached
 from .offload import HostCheckpoints
 
@@ -32,7 +33,7 @@ def keeping_attention(host: HostCheckpoints | None = None, unasked: bool = False
 
 
 class _Keeping(TorchDispatchMode):
-    """Notes the outputs of attention kernels, or `None` for those that are computed again."""
+    """Notes attention kernels and their outputs, or `None` for those that are computed again."""
 
     def __init__(self, kept: list[Any], host: HostCheckpoints, unasked: bool):
         super().__init__()
@@ -41,7 +42,7 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         found = operator(*args, **(kwargs or {}))
         if _is_kept(operator, args, kwargs or {}):
-            self.kept.append(self.save(found))
+            self.kept.append((operator, self.save(found)))
         return found
 
     def save(self, found: Any) -> Any:
@@ -69,7 +70,13 @@ class _Using(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        saved = next(self.left) if _is_kept(operator, args, kwargs or {}) else None
+        saved = None
+        if _is_kept(operator, args, kwargs or {}):
+            before, saved = next(self.left, ("none", None))
+            if before is not operator:
+                expected = f"the kernel of the forward where keep_attention computes a layer again, {before}"
+                fix = "Run the backward under the same torch.nn.attention.sdpa_kernel, or set keep_attention=False."
+                raise input_error(expected, operator, fix)
         if saved is None:
             return operator(*args, **(kwargs or {}))
         return tree_map_only(torch.Tensor, detached, tree_map(self.host.load, saved))
