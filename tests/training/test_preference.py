@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 from transformers_packed import configure_packing, prefix_tree
 from transformers_packed.models import padding
+from transformers_packed.models.checkpointing import keep_long_attention
 from transformers_packed.models.padding import PaddedBatch
 from transformers_packed.models.registry import has_our_classes, transformers_model
 from transformers_packed.models.versions import can_select_checkpoints
@@ -158,7 +159,10 @@ class CheckpointsTest(PreferenceTestCase):
         with on_a_cpu(64):
             trainer.train()
         layers = trainer.model.model.layers
-        hosts = {layer._gradient_checkpointing_func.func for layer in layers}
+        functions = [layer._gradient_checkpointing_func for layer in layers]
+        self.assertEqual({x.func for x in functions}, {keep_long_attention})
+        # It runs the copies, which all layers share.
+        hosts = {host for x in functions for host in (x.args[0], x.args[1].func)}
         self.assertEqual([type(x) for x in hosts], [HostCheckpoints])
         # The buffers were used again.
         (copies,) = hosts.pop()._copies.values()
