@@ -81,6 +81,8 @@ class ChosenSegmentsTest(unittest.TestCase):
             ("offload", {"offload": True}, {"lora_rank": 16}),
             ("offload by default", {"offload": None}, {"lora_rank": 16}),
             ("kept", {"keep_attention": True}, {"lora_rank": 16, "keep_attention": True}),
+            ("not kept by default", {"keep_attention": None}, {"lora_rank": 16}),
+            ("defaults", {"offload": None, "keep_attention": None}, {"lora_rank": 16}),
             ("all", {"lora": False, "optim": "flash_adamw"}, {"optimizer": "flash_adamw"}),
             ("float32", {"lora": False}, {"weights": "float32"}),
             ("rows", {"gradient_accumulation_steps": 2}, {"lora_rank": 16, "gradient_accumulation_steps": 2}),

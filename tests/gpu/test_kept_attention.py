@@ -1,16 +1,22 @@
 """Gradient checkpointing that keeps attention, with the kernels of a GPU: `make test-gpu`."""
 
 import unittest
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from common.real_heads import model_on_gpu, on_gpu, random_documents
 from mixins.model import gradients, packed_batch
 from parameterized import parameterized
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops import implementations_used
+from transformers_packed.ops.kept_attention import keeping_attention
+from transformers_packed.ops.offload import HostCheckpoints, all_checkpoints
 
 
 @pytest.mark.gpu
@@ -49,3 +55,28 @@ class KeptAttentionTest(unittest.TestCase):
                 self.assertTrue(torch.equal(actual[name], gradient), name)
             else:
                 self.assertLess((actual[name] - gradient).norm(), 1e-2 * gradient.norm(), name)
+
+    def attended(self, x, after=lambda x: x):
+        """A function with flash attention under checkpointing, whose small outputs go to the host too."""
+
+        def layer(x):
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return after(F.scaled_dot_product_attention(*[x.sin()] * 3, is_causal=True)).exp()
+
+        host = HostCheckpoints(lambda: 0)
+        run = partial(host, partial(checkpoint, use_reentrant=False), layer)
+        with all_checkpoints():
+            return layer(x), run(x, context_fn=partial(keeping_attention, host, True)), host
+
+    def test_small_and_empty_outputs(self):
+        """Flash attention returns an empty tensor too."""
+        x = torch.randn(1, 4, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        expected, actual, host = self.attended(x)
+        self.assertGreater(host.bytes, 0)
+        torch.testing.assert_close(*(torch.autograd.grad(y.float().sum(), x)[0] for y in (actual, expected)))
+
+    def test_a_layer_that_writes_into_the_output(self):
+        x = torch.randn(1, 4, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        actual = self.attended(x, lambda x: x.mul_(2))[1]
+        with self.assertRaisesRegex(ValueError, "output of attention as it is, with keep_attention"):
+            actual.float().sum().backward()

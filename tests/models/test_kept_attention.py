@@ -13,13 +13,16 @@ from mixins.lora import all_linear, builtin_model
 from mixins.model import gradients, packed_batch
 from mixins.patch import documents
 from parameterized import parameterized
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from transformers_packed import patch_model
+from transformers_packed import SequenceBoundaries, patch_model
+from transformers_packed.models.checkpointing import keep_long_attention
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops import offload
 from transformers_packed.ops.kept_attention import keeping_attention
+from transformers_packed.parallel import RowShard
 
 
 KEPT = {"keep_attention": True}
@@ -43,6 +46,25 @@ def times_mask(ctx, gradient):
 
 
 attention.register_autograd(times_mask, setup_context=keep_output)
+
+
+@torch.library.custom_op("kept_attention_test::attention_into", mutates_args=("output",))
+def attention_into(x: torch.Tensor, output: torch.Tensor) -> None:
+    """Stands for a kernel that writes into a given output."""
+    CALLS.append(0.0)
+    output.copy_(x)
+
+
+class Into(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        output = torch.full_like(x, float("nan"))
+        attention_into(x, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
 
 
 class Attentions(TorchDispatchMode):
@@ -96,8 +118,8 @@ class KeptAttentionTest(unittest.TestCase):
         self.assertEqual(after["forward"], after["backward"] if kept else before["forward"])
         if has_room:
             (copies,) = model.host_checkpoints._copies.values()
-            # To the host and back, but for what was saved last.
-            self.assertEqual(copies.copies, 2 * copies.allocated - 1)
+            # To the host and back, but for what was saved last: an input, or the output and the sums of attention.
+            self.assertEqual(copies.copies, 2 * copies.allocated - 1 - kept)
             self.assertEqual(len(copies.free), copies.allocated)
             # Kernels of attention return an output and the sums.
             self.assertEqual(copies.allocated, len(model.model.layers) + kept * 2 * after["backward"])
@@ -133,6 +155,77 @@ class KeptAttentionTest(unittest.TestCase):
         self.assertEqual(CALLS, [])
         self.assertTrue(all(torch.allclose(gradient, expected) for gradient in found))
 
+    @parameterized.expand([(5, False), (5, True), (1000, False)])
+    def test_a_layer_that_writes_into_the_output(self, smallest, retained):
+        """In host memory, and on the device."""
+        x = torch.randn(4, 16, requires_grad=True)
+
+        def layer(x):
+            return attention(x.sin(), 0.0).mul_(x).exp()
+
+        with (
+            on_a_cpu(smallest),
+            self.assertRaisesRegex(ValueError, "output of attention as it is, with keep_attention"),
+        ):
+            host = offload.HostCheckpoints()
+            run = partial(host, partial(checkpoint, use_reentrant=False), layer)
+            context_fn = partial(keeping_attention, host)
+            y = run(x, context_fn=context_fn)
+            # The copy of the first output has ended before the next layer begins.
+            y = run(y, context_fn=context_fn) if retained else y
+            y.sum().backward()
+
+    def test_another_kernel_in_the_backward(self):
+        """What another one returns would be no output of it."""
+        x, host = torch.randn(1, 2, 16, 8, requires_grad=True), offload.HostCheckpoints()
+
+        def layer(x):
+            return F.scaled_dot_product_attention(*[x.sin()] * 3)
+
+        with sdpa_kernel(SDPBackend.MATH):
+            y = checkpoint(layer, x, use_reentrant=False, context_fn=partial(keeping_attention, host))
+        with self.assertRaisesRegex(ValueError, "expected the kernel of the forward.*, none, got aten.*sdpa_kernel"):
+            y.sum().backward()
+
+    def test_what_stays_on_the_device_keeps_no_graph(self):
+        host, x = offload.HostCheckpoints(), torch.randn(4, 16, requires_grad=True)
+        run = partial(host, partial(checkpoint, use_reentrant=False), lambda x: attention(x.sin(), 0.0).exp())
+        y = run(x, context_fn=partial(keeping_attention, host))
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+        kept = [saved.tensor for saved in gc.get_objects() if isinstance(saved, offload._Kept)]
+        # The input and the output of attention.
+        self.assertEqual([tensor.grad_fn for tensor in kept], [None, None])
+
+    def test_only_if_the_output_is_in_host_memory(self):
+        """Sums alone are no reason to keep an output on the GPU."""
+
+        def layer(x):
+            return F.scaled_dot_product_attention(*[x.sin()] * 3, is_causal=True)
+
+        x = torch.randn(1, 2, 16, 8, requires_grad=True)
+        sums = 4 * 2 * 16
+        for most, expected in ((8 * sums, 1), (sums, 2)):
+            with on_a_cpu(5), Attentions() as attentions:
+                host = offload.HostCheckpoints(lambda: 0)
+                host.save(torch.zeros(8))
+                (copies,) = host._copies.values()
+                copies.take = lambda size, take=copies.take, most=most: take(size) if size <= most else None
+                run = partial(host, partial(checkpoint, use_reentrant=False))
+                run(layer, x, context_fn=partial(keeping_attention, host, True)).sum().backward()
+            self.assertEqual(attentions.counts, {"forward": expected, "backward": 1})
+            # Buffers of the input, the output and the sums, the first of which was free, or none but that.
+            self.assertEqual(copies.allocated, 3 if expected == 1 else 1)
+
+    @parameterized.expand([(row, size) for row in (100, 99) for size in (1, 2)])
+    def test_rows_that_processes_share(self, long_document, size):
+        """The length of a document counts, not that of its part."""
+        row, found = SequenceBoundaries.from_lengths([99, 1]), []
+        row = RowShard.cut(row, 0, size) if size > 1 else row
+        with mock.patch.object(offload, "LONG_DOCUMENT", long_document):
+            run = partial(lambda x, boundaries: x, boundaries=row)
+            keep_long_attention(None, lambda function, *args, **kwargs: found.append(sorted(kwargs)), run, 0)
+        self.assertEqual(found, [["context_fn"] if long_document == 99 else []])
+
     @parameterized.expand(
         [
             ({"use_reentrant": True}, "use_reentrant=False with keep_attention, got use_reentrant=True"),
@@ -161,6 +254,19 @@ class KeptAttentionTest(unittest.TestCase):
             found.append(x.grad)
         self.assertTrue(torch.equal(*found))
         self.assertEqual(len(CALLS), calls)
+
+    def test_what_a_kernel_writes_into_arguments_is_written_again(self):
+        x, host = torch.randn(4, 16, requires_grad=True), offload.HostCheckpoints()
+        for context_fn in (
+            keeping_attention,
+            partial(keeping_attention, host),
+            partial(keeping_attention, host, True),
+        ):
+            CALLS.clear()
+            y = checkpoint(lambda x: Into.apply(x.sin()).exp(), x, use_reentrant=False, context_fn=context_fn)
+            (gradient,) = torch.autograd.grad(y.sum(), x)
+            self.assertTrue(torch.allclose(gradient, x.cos() * x.sin().exp()))
+            self.assertEqual(len(CALLS), 2)
 
     def test_without_it(self):
         """The other options are those of Transformers then."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from common.processes import TIMEOUT, run_processes, start_process
+from common.processes import TIMEOUT, error_of, run_processes, start_process
 from torch import distributed
 
 from transformers_packed.ops import offload
@@ -244,6 +244,29 @@ def twice():
     return found
 
 
+def with_an_error():
+    """One process raises an error while it moves weights, and another one does not move any."""
+    rank, found = distributed.get_rank(), []
+    for fails in range(2):
+        open_files = len(os.listdir("/proc/self/fd"))
+        try:
+            with shared_pages([4]) as place:
+                HostTensors().keep("key", [torch.ones(1)], place)
+                if rank == fails:
+                    raise MemoryError("no memory here")
+        except (MemoryError, RuntimeError) as error:
+            found.append(str(error))
+        # Mappings have the file too.
+        place = None
+        found.append(len(os.listdir("/proc/self/fd")) - open_files)
+        distributed.barrier()
+    if rank == 1:
+        store = distributed.group.WORLD.get_group_store()
+        with mock.patch.object(type(store), "get", side_effect=distributed.DistStoreError("timeout")):
+            found.append(error_of(keep, [tensors_of(1)]))
+    return found
+
+
 def killed(rank: int, folder: str, when: str) -> None:
     """Share four lists. The first process ends by itself, the second one says what it finds afterwards."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
@@ -370,6 +393,16 @@ class SharedTest(unittest.TestCase):
         )
         self.assertEqual((host.shared_bytes, host.holds("key", host.lists["key"])), (0, True))
         self.assertEqual(host.lists["key"][0].data_ptr(), host.pages["key"].data_ptr())
+
+    def test_an_error_in_one_process(self):
+        """The other one does not wait for it."""
+        begin = "expected all processes of a machine to keep their weights in host memory together, got"
+        errors = [f"{begin} an error in process {rank}. It says why." for rank in range(2)]
+        first, (*second, nothing) = run_processes(with_an_error, 2)
+        self.assertEqual(first, ["no memory here", 0, errors[1], 0])
+        self.assertEqual(second, [errors[0], 0, "no memory here", 0])
+        fix = "Call it in all processes of the group, or before the group exists."
+        self.assertEqual(nothing, f"{begin} nothing of process 0. {fix}")
 
     def test_a_killed_process(self):
         """The other one keeps the weights, and nothing is left after both."""

@@ -179,6 +179,11 @@ class SetUpTest(ConfigureTestCase):
                 trainer.args.activation_checkpointing_kwargs,
                 {"every_n_layers": 2, "offload": "auto", "keep_attention": "auto"},
             )
+            for options, kept in (({}, True), ({"keep_attention": False}, False), ({"use_reentrant": True}, False)):
+                trainer = self.trainer(args=checkpointing | {"activation_checkpointing_kwargs": options})
+                line, _ = said(configure_packing, trainer)
+                self.assertIn("inputs of checkpointed layers go to host memory where", line)
+                self.assertIs("and attention of long documents" in line, kept)
 
     @parameterized.expand(
         [

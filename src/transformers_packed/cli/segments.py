@@ -57,7 +57,8 @@ def chosen_segments(
             # What automatic copies leave on the GPU.
             offload = HALF * min(segment or length, length) * sizes.hidden >= SMALLEST_UNASKED
         given = sizes, parameters, length, 1, gpus, width, checkpointed, offload, None, lora
-        options = OPTIMIZERS[settings.optim], rows, 1, settings.keep_attention, segment
+        # By default, no output of attention is kept on the GPU.
+        options = OPTIMIZERS[settings.optim], rows, 1, bool(settings.keep_attention), segment
         return step_memory(*given, *options).total
 
     segment, fits = choose_segment(need, length, FILLED * available)

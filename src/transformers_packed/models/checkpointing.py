@@ -10,6 +10,7 @@ import torch
 from ..errors import input_error
 from ..ops import offload
 from ..ops.kept_attention import keeping_attention
+from ..parallel import RowShard
 from .releases import arguments_of_layer, wrap_checkpoints
 from .segments import RowSegment, check_size, in_segments
 from .versions import check_checkpointing
@@ -102,8 +103,9 @@ def keep_long_attention(
     row = (arguments_of_layer(function) | kwargs).get("boundaries")
     if row is None or torch.compiler.is_compiling():
         return checkpoint(function, *args, **kwargs)
-    # At most so many keys for a query. The first piece of a segment goes on with a document.
-    keys = row.max_length + (row.tokens_before if isinstance(row, RowSegment) else 0)
+    # The first piece of a segment goes on with a document. Processes that share a row decide alike.
+    before = row.tokens_before if isinstance(row, RowSegment) else 0
+    keys = before + (row.row if isinstance(row, RowShard) else row).max_length
     kept = {"context_fn": partial(keeping_attention, host, True)} if keys >= offload.LONG_DOCUMENT else {}
     return checkpoint(function, *args, **kept, **kwargs)
 

@@ -41,6 +41,7 @@ def keep_experts_in_host_memory(model: Model) -> Model:
     Raises:
         `ValueError`: the model has no experts that this package computes, they are trained or sharded, or accelerate moves
             them (`device_map`).
+        `RuntimeError`: another process of this machine does not call it within the timeout of the group, or has an error in it.
 
     Example:
 

@@ -52,6 +52,7 @@ def keep_layers_in_host_memory(model: Model) -> Model:
     Raises:
         `ValueError`: the model has no such layers, all of their linear layers are trained, or its experts are, weights are
             sharded or of another kind, or accelerate moves them (`device_map`).
+        `RuntimeError`: another process of this machine does not call it within the timeout of the group, or has an error in it.
 
     Example:
 

@@ -79,6 +79,12 @@ def free(ctx: Any) -> None:
         ctx.packed = None
 
 
+def detached(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` without its node. Changes in place count for both, which they do not by `detach` beneath autograd."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
 def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
     """Return the active hooks that pack and unpack saved tensors, such as those of gradient checkpointing, if any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

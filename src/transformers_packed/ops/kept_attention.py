@@ -1,12 +1,15 @@
 """Gradient checkpointing that does not compute softmax attention again."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ..errors import input_error
+from .autograd import detached
 from .offload import HostCheckpoints
 
 
@@ -14,7 +17,8 @@ def keeping_attention(host: HostCheckpoints | None = None, unasked: bool = False
     """A `context_fn` of `torch.utils.checkpoint.checkpoint`: the backward does not compute softmax attention again.
 
     For a layer it keeps the outputs of the kernel, `[T, H, D]` in the compute dtype and `[T, H]` in float32. Kernels with
-    dropout are computed again, and those that are no operators of torch, such as those for shared prompts on GPUs.
+    dropout are computed again, and so are those that write into arguments or are no operators of torch, such as those for
+    shared prompts on GPUs.
 
     Args:
         host ([`HostCheckpoints`], *optional*):
@@ -29,7 +33,7 @@ def keeping_attention(host: HostCheckpoints | None = None, unasked: bool = False
 
 
 class _Keeping(TorchDispatchMode):
-    """Notes the outputs of attention kernels, or `None` for those that are computed again."""
+    """Notes attention kernels and their outputs, or `None` for those that are computed again."""
 
     def __init__(self, kept: list[Any], host: HostCheckpoints, unasked: bool):
         super().__init__()
@@ -38,10 +42,20 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         found = operator(*args, **(kwargs or {}))
         if _is_kept(operator, args, kwargs or {}):
-            # Autograd makes these tensors the outputs of a node, which would keep itself.
-            saved = tree_map_only(torch.Tensor, lambda x: self.host.save(x.detach(), inside=True), found)
-            self.kept.append(None if self.unasked and not self.host.has(saved) else saved)
+            self.kept.append((operator, self.save(found)))
         return found
+
+    def save(self, found: Any) -> Any:
+        """Save the outputs of a kernel, or none if the largest one has to go to the host and does not."""
+        # Autograd makes these tensors the outputs of a node, which would keep itself.
+        outputs = tree_map_only(torch.Tensor, detached, found)
+        largest = max((x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)), key=lambda x: x.nbytes)
+        first = self.host.save(largest, inside=True)
+        on_host = self.host.has(first)
+        if self.unasked and not on_host:
+            return None
+        beside = partial(self.host.save, inside=True, beside=on_host)
+        return tree_map_only(torch.Tensor, lambda x: first if x is largest else beside(x), outputs)
 
 
 class _Using(TorchDispatchMode):
@@ -56,8 +70,16 @@ class _Using(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        saved = next(self.left) if _is_kept(operator, args, kwargs or {}) else None
-        return operator(*args, **(kwargs or {})) if saved is None else tree_map(self.host.load, saved)
+        saved = None
+        if _is_kept(operator, args, kwargs or {}):
+            before, saved = next(self.left, ("none", None))
+            if before is not operator:
+                expected = f"the kernel of the forward where keep_attention computes a layer again, {before}"
+                fix = "Run the backward under the same torch.nn.attention.sdpa_kernel, or set keep_attention=False."
+                raise input_error(expected, operator, fix)
+        if saved is None:
+            return operator(*args, **(kwargs or {}))
+        return tree_map_only(torch.Tensor, detached, tree_map(self.host.load, saved))
 
 
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -72,5 +94,8 @@ def _is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     if schema is None or not ("attn" in name or "attention" in name):
         return False
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    # What a kernel writes into its arguments is no output that can be kept.
+    writes = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
     # A kernel that draws random numbers has to draw them again, or the dropout behind it would draw others.
-    return not any("dropout" in argument and value for argument, value in given.items())
+    drops = [argument for argument in given if "dropout" in argument and given[argument]]
+    return not drops and all(given.get(name) is None for name in writes)

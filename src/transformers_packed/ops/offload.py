@@ -28,7 +28,6 @@ from typing import Any
 import psutil
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
 from ..errors import input_error
@@ -86,7 +85,7 @@ class HostCheckpoints:
                 Function that is computed again in backward.
 
         Raises:
-            `ValueError`: `function` writes into one of its arguments, whose copy would then be of neither state.
+            `ValueError`: `function` writes into one of its arguments, which would then be of another state in backward.
             `MemoryError`: the host has no memory for the copies, which are not automatic.
         """
         with saved_tensors_hooks(self.save, self.load):
@@ -96,29 +95,34 @@ class HostCheckpoints:
         # A copy of the model has its own buffers.
         return HostCheckpoints, (_none,) if self.automatic else ()
 
-    def save(self, tensor: torch.Tensor, inside: bool = False) -> Any:
-        """Return what [`load`] takes: a tensor that leaves the GPU, or `tensor` itself if it stays.
+    def save(self, tensor: torch.Tensor, inside: bool = False, beside: bool = False) -> Any:
+        """Return what [`load`] takes: a tensor that leaves the GPU, or one that stays.
 
-        `inside` says that the function that runs has made it, and needs it in backward after its own inputs.
+        `inside` says that the function that runs has made it, and needs it in backward after its own inputs. `beside` says
+        that it comes from one kernel with the tensor that was saved last. Both leave the GPU at the next save then.
         """
         if not leaves(tensor, SMALLEST_UNASKED if self.automatic else _SMALLEST):
-            return tensor
+            return _Kept(tensor, inside)
         copies = self._copies.get(tensor.device)
         if copies is None:
             copies = self._copies[tensor.device] = Copies(tensor.device, self.needed)
-        last = copies.let_leave(tensor.nbytes)
+        last = copies.last if beside else copies.let_leave(tensor.nbytes)
         host = copies.take(tensor.nbytes)
-        return tensor if host is None else _Saved(tensor, copies, host, last, inside)
+        return _Kept(tensor, inside) if host is None else _Saved(tensor, copies, host, last, inside, beside)
 
     @staticmethod
     def load(saved: Any) -> Any:
-        """Return a tensor on the GPU."""
-        return saved.load() if isinstance(saved, _Saved) else saved
+        """Return a tensor on the GPU, or what is no tensor.
+
+        Raises:
+            `ValueError`: somebody has written into the tensor.
+        """
+        return saved.load() if isinstance(saved, _Kept) else saved
 
     @staticmethod
     def has(saved: Any) -> bool:
-        """Whether any of these, in containers, is in host memory."""
-        return any(isinstance(x, _Saved) for x in tree_leaves(saved))
+        """Whether it is in host memory."""
+        return isinstance(saved, _Saved)
 
 
 def leaves(tensor: torch.Tensor, smallest: int) -> bool:
@@ -177,8 +181,7 @@ class Copies:
         begun, self.begun = self.begun, None if self.layers is None else self.now()
         earlier = last()
         if earlier is not None:
-            earlier.check()
-            earlier.leave()
+            earlier.leave_unchanged()
             # Not of layers that waited for memory, nor of the small tensors of `all_checkpoints`.
             usual = size >= SMALLEST_UNASKED > 0 and any(buffer.nbytes >= size for buffer in self.free)
             if self.layers is not None and usual:
@@ -237,7 +240,8 @@ class Copies:
         if fitting:
             return self.free.pop(min(fitting, key=lambda at: self.free[at].nbytes))
         step = max(1 << 16, 1 << max(size.bit_length() - 5, 0))
-        size = -(-size // step) * step
+        # Pages cannot be empty.
+        size = -(-max(size, 1) // step) * step
         largest = max(range(len(self.free)), key=lambda at: self.free[at].nbytes, default=None)
         after = self.bytes + size - (0 if largest is None else self.free[largest].nbytes)
         why = "that is half of the free memory of the host for each process"
@@ -311,10 +315,34 @@ def _none() -> int:
     return 0
 
 
-class _Saved:
-    """A saved tensor: on the device until it has been copied to the host, and again from shortly before its use."""
+class _Kept:
+    """A saved tensor on the device. PyTorch checks no versions of what hooks have packed."""
 
     tensor: torch.Tensor | None
+
+    def __init__(self, tensor: torch.Tensor, inside: bool):
+        self.tensor, self.version, self.inside = tensor, tensor._version, inside
+
+    def load(self) -> torch.Tensor:
+        """Return the tensor on the device."""
+        self.check()
+        assert self.tensor is not None
+        return self.tensor
+
+    def check(self) -> None:
+        if self.tensor is None or self.tensor._version == self.version:
+            return
+        what, option = "their input", "gradient checkpointing"
+        if self.inside:
+            what, option = "the output of attention", "keep_attention"
+        fix = "Let it write into a copy" + ", or set keep_attention=False" * self.inside
+        raise input_error(
+            f"layers that leave {what} as it is, with {option}", "a layer that writes into it", f"{fix}."
+        )
+
+
+class _Saved(_Kept):
+    """A saved tensor: on the device until it has been copied to the host, and again from shortly before its use."""
 
     def __init__(
         self,
@@ -323,8 +351,12 @@ class _Saved:
         host: torch.Tensor,
         last: "Callable[[], _Saved | None]",
         inside: bool,
+        beside: bool,
     ):
+        super().__init__(tensor, inside)
         self.copies, self.loaded = copies, False
+        # What leaves the device with it.
+        self.beside = last if beside else _nothing
         # Attention returns tensors with the heads before the tokens, but not in memory.
         self.shape, self.stride = tensor.shape, torch.empty_like(tensor, device="meta").stride()
         self.dtype, self.host = tensor.dtype, host
@@ -370,10 +402,13 @@ class _Saved:
                 stream.wait_event(self.copied)
             self.tensor = None
 
-    def check(self) -> None:
-        if self.tensor is not None and self.tensor._version != self.version:
-            got = "a layer that writes into its input"
-            raise input_error("layers that leave their input as it is, with offload", got, "Leave offload out.")
+    def leave_unchanged(self) -> None:
+        """Let it leave the device, and what was saved beside it. Raise a `ValueError` if somebody has changed one."""
+        other = self.beside()
+        if other is not None:
+            other.leave_unchanged()
+        self.check()
+        self.leave()
 
     def on_host(self) -> torch.Tensor:
         flat = self.host[: self.shape.numel() * self.dtype.itemsize].view(self.dtype)

@@ -33,6 +33,10 @@ logger = logging.get_logger(__name__)
 # What names a running system, and the numbers of processes in it, which each container may have of its own.
 _SYSTEM, _NUMBERS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 _PREFIX = "transformers_packed.host_pages"
+# How often processes exchange something: who is where, where the pages are, and what is not shared.
+_EXCHANGES = 3
+# What a process says after an error.
+_FAILED = "false"
 
 
 @contextmanager
@@ -45,6 +49,10 @@ def shared_pages(sizes: Iterable[int]) -> Iterator[Place]:
     Args:
         sizes (`Iterable[int]`):
             Bytes of each tensor.
+
+    Raises:
+        `RuntimeError`: another process of this machine does not enter the block within the group's timeout, or leaves it with
+            an error.
 
     Example:
 
@@ -69,17 +77,19 @@ def shared_pages(sizes: Iterable[int]) -> Iterator[Place]:
         yield own_pages
     else:
         first, *_ = processes.ranks
-        pages: _Written | _Found
-        if processes.rank == first:
-            pages = _Written(most)
+        is_first = processes.rank == first
+        pages: Any = _Written(most) if is_first else _Found(first, processes.exchange(None)[first])
+        try:
             yield pages.place
-            processes.exchange(pages.description())
-        else:
-            pages = _Found(first, processes.exchange(None)[first])
-            yield pages.place
-        reasons = processes.exchange(pages.why())
-        pages.close()
-        _warn(most, processes.rank == first, reasons)
+            if is_first:
+                processes.exchange(pages.description())
+            reasons = processes.exchange(pages.why())
+        except BaseException:
+            processes.give_up()
+            raise
+        finally:
+            pages.close()
+        _warn(most, is_first, reasons)
     processes.warn_if_apart(most)
 
 
@@ -104,7 +114,27 @@ class _Processes:
         """Return the values of all processes here, each by its rank."""
         self.step += 1
         self.store.set(f"{self.call}/{self.step}/{self.rank}", json.dumps(value))
-        return {rank: json.loads(self.store.get(f"{self.call}/{self.step}/{rank}")) for rank in self.ranks}
+        return {rank: self._hear(rank) for rank in self.ranks}
+
+    def give_up(self) -> None:
+        """Let the others raise an error instead of waiting for this process."""
+        for step in range(self.step + 1, _EXCHANGES + 1):
+            # The store may be gone with another process.
+            with suppress(RuntimeError):
+                self.store.set(f"{self.call}/{step}/{self.rank}", _FAILED)
+
+    def _hear(self, rank: int) -> Any:
+        what = "to keep their weights in host memory together, got"
+        try:
+            said = self.store.get(f"{self.call}/{self.step}/{rank}").decode()
+        except dist.DistError as error:
+            fix = "Call it in all processes of the group, or before the group exists."
+            raise RuntimeError(
+                f"expected all processes of a machine {what} nothing of process {rank}. {fix}"
+            ) from error
+        if said == _FAILED:
+            raise RuntimeError(f"expected all processes of a machine {what} an error in process {rank}. It says why.")
+        return json.loads(said)
 
     def warn_if_apart(self, most: int) -> None:
         """Say once which processes of the launcher are in other containers."""

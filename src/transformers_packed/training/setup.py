@@ -16,6 +16,7 @@ from ..data.planning.rows import mean_of_longest
 from ..data.samples import DIVIDING_COLUMNS, has_items
 from ..data.streaming import IterablePackingDataset
 from ..errors import Rule, check_rules, count, first_error, input_error
+from ..models.checkpointing import read_options
 from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
 from ..models.families import LANGUAGE_MODELS, OWN, families_of, titles
 from ..models.family import Own
@@ -398,7 +399,8 @@ def _of_arguments(facts: Facts) -> tuple[list[Change], str]:
         changes += Change.of(args, **{name: options for name in names if hasattr(args, name)})
         words += "; inputs of checkpointed layers go to host memory"
         words += " where that costs no time" * (options["offload"] == "auto")
-        words += ", and attention of long documents" * (options["keep_attention"] == "auto")
+        keep = read_options(options, 1, False).keep_attention
+        words += ", and attention of long documents" * (keep == "auto")
     return changes, words
 
 

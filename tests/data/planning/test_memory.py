@@ -397,6 +397,9 @@ class PlanTest(unittest.TestCase):
         self.assertEqual(more.saved - less.saved, 9 * output)
         self.assertAlmostEqual((more.total - less.total) / output, 9, delta=1)
         self.assertEqual(kept.options[1][2].host - 33 * 2**15 * 2 * 2560, 9 * output)
+        # Trained alone, the head is the only layer with a checkpoint.
+        alone = plan_sequence_parallel(config, 2**15, 1, 80, mtp_only=True, weights="bfloat16").options[1][2]
+        self.assertEqual(alone.host, 2**15 * 2 * 2560 + output)
         short, long = (plan_sequence_parallel(config, n, 1, 80, lora_rank=16) for n in (2**14 - 1, 2**14))
         self.assertLess(1.4 * short.options[1][2].host, long.options[1][2].host)
         self.assertIn("every_n_layers=2, keep_attention=True", kept.summary())

@@ -146,12 +146,16 @@ class StepMemory:
 
 
 class _Layer(NamedTuple):
-    """Bytes that a layer saves, makes in its backward, and always holds. If it is computed `again`, without its input."""
+    """Bytes that a layer saves, makes in its backward, and always holds, and those of the output of its attention.
+
+    If it is computed `again`, without its input.
+    """
 
     kept: float
     made: float
     again: bool
     always: float
+    output: float
 
     @property
     def held(self) -> float:
@@ -226,7 +230,7 @@ def step_memory(
         saved=saved,
         working=max(loss, *(way.kept + way.made for way in ways)),
         most=max(most_at_loss, backward + at_layers, gradients / gpus + checkpoint + at_end),
-        host=offload * checkpoints * checkpoint + outputs * _attention_outputs(sizes, checkpointed, tokens),
+        host=offload * checkpoints * checkpoint + outputs * sum(way.output for way in ways if way.again),
         weights_on_host=in_host_memory(sizes, parameters.layers, width, lora)[0],
     )
 
@@ -263,9 +267,10 @@ def _layers(
             kept += HALF * 2 * (cut or tokens) * sizes.hidden * layer.mlp.chosen
         if again and not cut:
             kept -= stream * tokens * sizes.hidden
-        output = keep_attention * attention_output(layer, tokens)
+        output = attention_output(layer, tokens)
+        more = keep_attention * output
         # The backward of a whole row has its output in any case.
-        return _Layer(kept, made + output if cut else made, again, always + output)
+        return _Layer(kept, made + more if cut else made, again, always + more, output)
 
     layers = [(layer, False) for layer in sizes.layers] + [(sizes.head, True)] * has_head
     ways = [of(layer, again, is_head) for (layer, is_head), again in zip(layers, checkpointed, strict=True)]
@@ -344,12 +349,6 @@ def _most_in_backward(
         most = max(most, gradients + below + min(checkpoints * checkpoint, limit) + way.kept + way.made)
         checkpoints -= way.again
     return most
-
-
-def _attention_outputs(sizes: Sizes, checkpointed: list[bool], tokens: int) -> float:
-    """Bytes of the outputs of attention in checkpointed layers."""
-    layers = [*sizes.layers, sizes.head]
-    return sum(attention_output(layer, tokens) for layer, again in zip(layers, checkpointed, strict=False) if again)
 
 
 def checkpointed_layers(config: PreTrainedConfig, every_n_layers: int, head: bool = False) -> list[bool]:
