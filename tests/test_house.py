@@ -51,6 +51,7 @@ CHANGES = {
     ("models/registry.py", "set_switches"),
     ("models/packed_model.py", "Switch.__set__"),
     ("models/packed_model.py", "Switch.__delete__"),
+    ("models/checkpointing.py", "enable"),
     ("models/checkpointing.py", "_host_of"),
     ("models/float8.py", "use_float8"),
     ("ops/invariance.py", "_allow"),
