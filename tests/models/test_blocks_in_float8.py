@@ -473,7 +473,6 @@ class ExpertsInFloat8Test(unittest.TestCase):
         for block, kind in (((128, 128), BlocksWeight), ((1, 256), Float8Weight), ((128, 64), Dequantized)):
             values = torch.randn(128, 256).to(torch.float8_e4m3fn)
             scale = torch.rand(128 // block[0], 256 // block[1])
-            scale = scale.bfloat16() if kind is BlocksWeight else scale
             layer = torch.nn.Linear(256, 128, bias=False)
             weight = PackedWeight(Blocks(values, scale, block, torch.float32), torch.bfloat16)
             layer.weight = torch.nn.Parameter(weight, requires_grad=False)
