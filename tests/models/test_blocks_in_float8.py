@@ -1,6 +1,5 @@
 """LoRA over layers and experts of a checkpoint in FP8, as Transformers loads them: a scale for each block, or for all."""
 
-import copy
 import unittest
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
@@ -8,12 +7,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common.blocks import BLOCK, LAYERS, store, stored_and_plain
+from common.blocks import BLOCK, LAYERS, mixture, store, stored_and_plain
 from common.processes import run_processes
 from common.shown import shows
 from mixins.lora import randomized
 from mixins.model import packed_batch, total_relative_error
-from mixins.patch import CONFIGS, builtin_model
+from mixins.patch import builtin_model
 from mixins.stored import DOCUMENTS, StoredWeightsTestCase, run
 from parameterized import parameterized
 from safetensors.torch import load_file
@@ -237,23 +236,6 @@ class BlocksTest(StoredWeightsTestCase):
         else:
             module.gate_softcap = 5.0
         self.assertFalse(isolates(module))
-
-
-def mixture(block=(128, 128), layers: int = 4, scale_format: str = "float", **sizes):
-    """A mixture whose experts have blocks of 128 x 128."""
-    config = copy.deepcopy(CONFIGS["qwen3_5_moe"])
-    kinds = (["linear_attention"] * 2 + ["full_attention"]) * layers
-    changed = {
-        "hidden_size": 128,
-        "moe_intermediate_size": 128,
-        "num_hidden_layers": layers,
-        "layer_types": kinds[:layers],
-    }
-    # With larger weights, rounding changes the experts of some tokens.
-    changed["initializer_range"] = 0.02
-    for name, value in (changed | sizes).items():
-        setattr(config, name, value)
-    return stored_and_plain(patch_model(builtin_model("qwen3_5_moe", config=config)), block, scale_format)
 
 
 def experts_in_float8(model):
