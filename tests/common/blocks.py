@@ -4,8 +4,11 @@ import copy
 import re
 
 import torch
+from mixins.patch import CONFIGS, builtin_model
 from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, replace_with_fp8_linear
+
+from transformers_packed import patch_model
 
 
 LAYERS = ("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj")
@@ -56,3 +59,20 @@ def stored_and_plain(plain: torch.nn.Module, block=BLOCK, scale_format: str = "f
                 weight = getattr(plain.get_submodule(path), name)
                 weight.data = getattr(module, name).data.float() * scale_of_each(module, name)
     return stored, plain
+
+
+def mixture(block=(128, 128), layers: int = 4, scale_format: str = "float", **sizes):
+    """A mixture whose experts have blocks of 128 x 128, and the mixture with plain weights of the same values."""
+    config = copy.deepcopy(CONFIGS["qwen3_5_moe"])
+    kinds = (["linear_attention"] * 2 + ["full_attention"]) * layers
+    changed = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "layer_types": kinds[:layers],
+    }
+    # With larger weights, rounding changes the experts of some tokens.
+    changed["initializer_range"] = 0.02
+    for name, value in (changed | sizes).items():
+        setattr(config, name, value)
+    return stored_and_plain(patch_model(builtin_model("qwen3_5_moe", config=config)), block, scale_format)

@@ -1,6 +1,5 @@
 """LoRA over layers and experts of a checkpoint in FP8, as Transformers loads them: a scale for each block, or for all."""
 
-import copy
 import unittest
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
@@ -8,12 +7,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common.blocks import BLOCK, LAYERS, store, stored_and_plain
+from common.blocks import BLOCK, LAYERS, mixture, store, stored_and_plain
 from common.processes import run_processes
 from common.shown import shows
 from mixins.lora import randomized
 from mixins.model import packed_batch, total_relative_error
-from mixins.patch import CONFIGS, builtin_model
+from mixins.patch import builtin_model
 from mixins.stored import DOCUMENTS, StoredWeightsTestCase, run
 from parameterized import parameterized
 from safetensors.torch import load_file
@@ -239,23 +238,6 @@ class BlocksTest(StoredWeightsTestCase):
         self.assertFalse(isolates(module))
 
 
-def mixture(block=(128, 128), layers: int = 4, **sizes):
-    """A mixture whose experts have blocks of 128 x 128."""
-    config = copy.deepcopy(CONFIGS["qwen3_5_moe"])
-    kinds = (["linear_attention"] * 2 + ["full_attention"]) * layers
-    changed = {
-        "hidden_size": 128,
-        "moe_intermediate_size": 128,
-        "num_hidden_layers": layers,
-        "layer_types": kinds[:layers],
-    }
-    # With larger weights, rounding changes the experts of some tokens.
-    changed["initializer_range"] = 0.02
-    for name, value in (changed | sizes).items():
-        setattr(config, name, value)
-    return stored_and_plain(patch_model(builtin_model("qwen3_5_moe", config=config)), block)
-
-
 def experts_in_float8(model):
     return {name.removesuffix(".experts") for name, x in model.named_modules() if vars(x).get(MARK) is not None}
 
@@ -402,6 +384,26 @@ class ExpertsInFloat8Test(unittest.TestCase):
             experts.experts_forward(module, x, index, weights)
         self.assertIn("because their activation is not SiLU", warn.call_args.args[0])
 
+    @parameterized.expand(
+        [("grouped_mm", "its implementation is 'grouped_mm'"), ("forward", "it has a forward of its own")]
+    )
+    def test_experts_that_this_package_does_not_run(self, kind, reason):
+        model, _ = mixture(layers=2)
+        use_float8(model, with_experts)
+        module = next(x for x in model.modules() if isinstance(x, FP8Experts))
+        x, index, weights = torch.randn(3, 128), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
+        if kind == "forward":
+            module.forward = lambda x, *_: x
+        else:
+            module.config._experts_implementation = kind
+        theirs = mock.patch.object(type(module), "forward", lambda _, x, *__: x)
+        with mock.patch.object(float8_marks.logger, "warning_once") as warn, theirs:
+            experts.run_experts(module, x, index, weights, x)
+            self.assertIn(f"a FP8Experts runs in its own dtype, because {reason}", warn.call_args.args[0])
+            warn.reset_mock()
+            experts.run_experts(module.eval(), x, index, weights, x)
+        warn.assert_not_called()
+
     def test_gpus_without_the_kernel(self):
         model, _ = mixture(layers=2)
         use_float8(model, with_experts)
@@ -430,8 +432,8 @@ class ExpertsInFloat8Test(unittest.TestCase):
             self.assertIsInstance(weight_of_experts(module, name, False, torch.zeros(1, 128)), DequantizedExperts)
 
     def test_copies_of_experts_in_host_memory(self):
-        """Each product asks for copies of the bytes, which are not dequantized."""
-        model, _ = mixture(layers=2)
+        """Each product asks for copies of the bytes, which are not dequantized, and reads scales in float32."""
+        model, _ = mixture(layers=2, scale_format="ue8m0")
         module = next(x for x in model.modules() if isinstance(x, FP8Experts))
         found = {}
         for name in ("gate_up_proj", "down_proj"):
@@ -442,7 +444,9 @@ class ExpertsInFloat8Test(unittest.TestCase):
                 found[name] = weight_of_experts(module, name, True, torch.zeros(1, 128))
             copies.assert_not_called()
             for number in (1, 2):
-                for x, y in zip(found[name].stored(), given, strict=True):
+                values, scale = found[name].stored()
+                self.assertEqual((values.dtype, scale.dtype), (torch.float8_e4m3fn, torch.float32))
+                for x, y in zip((values, scale), given, strict=True):
                     self.assertTrue(torch.equal(x.float(), y.float()))
                     self.assertNotEqual(x.data_ptr(), y.data_ptr())
                 self.assertEqual(copies.call_count, number)
@@ -454,7 +458,9 @@ class ExpertsInFloat8Test(unittest.TestCase):
             layer = torch.nn.Linear(256, 128, bias=False)
             weight = PackedWeight(Blocks(values, scale, block, torch.float32), torch.bfloat16)
             layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-            self.assertIs(type(weight_of_layer(layer, True, torch.zeros(1, 256))), kind)
+            found = weight_of_layer(layer, True, torch.zeros(1, 256))
+            self.assertIs(type(found), kind)
+            self.assertTrue(kind is Dequantized or found.scale.dtype == torch.float32)
             self.assertIs(type(weight_of_layer(layer, False, torch.zeros(1, 256))), Dequantized)
 
 

@@ -36,6 +36,7 @@ from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausal
 from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 from transformers_packed.ops import dispatch, implementations_used
 from transformers_packed.ops.terms import Float8, Float8Weight
+from transformers_packed.training.compare import precision_of
 
 
 ROOT = Path(__file__).parents[2]
@@ -163,8 +164,10 @@ class ChosenLayersTest(Float8TestCase):
         self.assertEqual(chosen(model), {"model.layers.0.mlp.up_proj"} | gates)
         use_float8(model, lambda module, name: name.endswith("3.mlp.up_proj"))
         self.assertEqual(chosen(model), {"model.layers.3.mlp.up_proj"})
+        self.assertEqual(precision_of(model), "float8")
         use_float8(model, lambda *_: False)
         self.assertEqual(chosen(model), set())
+        self.assertEqual(precision_of(model), "float32")
 
     def test_what_a_filter_may_not_select(self):
         set_seed(0)
@@ -253,7 +256,7 @@ class ChosenLayersTest(Float8TestCase):
         self.assertTrue(0 < some < float8.share_in_float8(model, 10**12))
 
     def test_the_page_has_these_figures(self):
-        page, shares = (ROOT / "docs" / "how_to" / "float8.md").read_text(), {}
+        page, shares = " ".join((ROOT / "docs" / "how_to" / "float8.md").read_text().split()), {}
         for size, arguments in SHAPES.items():
             with torch.device("meta"):
                 model = patch_model(AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**arguments)))

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from unittest import mock
 
 import torch
-from common.blocks import stored_and_plain
+from common.blocks import mixture, stored_and_plain
 from common.late_experts import copied_on_a_cpu
 from mixins.lora import randomized
 from mixins.model import packed_batch
@@ -26,6 +26,7 @@ from transformers_packed import (
     patch_model,
     unpatch_model,
     use_cuda_graphs,
+    use_float8,
 )
 from transformers_packed.models import cuda_graphs, host_parameters
 from transformers_packed.models.checkpoint_formats import PackedWeight
@@ -34,6 +35,9 @@ from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.host_experts import bytes_in_host_memory, names_in_host_memory
 from transformers_packed.models.host_parameters import can_read_host_weights, host_of, loading_to_host
 from transformers_packed.models.losses import OWN, MtpLoss
+from transformers_packed.models.stored_weights import why_not_in_float8
+from transformers_packed.ops import implementations_used
+from transformers_packed.ops.dispatch import _used
 from transformers_packed.ops.host_weights import HostTensors
 from transformers_packed.training.restore import exact_for
 
@@ -125,6 +129,17 @@ class TrainingTest(HostLayersTestCase):
     def test_changes_no_bit(self, kind, again):
         # Layers in FP8 run in the op in any case.
         self.check(tiny(kind=kind), {} if again else None)
+
+    @parameterized.expand([(None,), ({},)])
+    def test_products_in_float8(self, checkpointing):
+        """Of linear layers and experts in blocks, whose backward reads bytes that were given up after the forward."""
+        _used.clear()
+        model, _ = mixture()
+        use_float8(model, lambda layer, name: why_not_in_float8(layer) == "")
+        config = LoraConfig(r=4, target_modules=ADAPTED, target_parameters=list(EXPERT_WEIGHTS))
+        adapted = randomized(get_peft_model(model, config)).train()
+        self.check(adapted, checkpointing, lambda model: gradients(model, ROWS[0]), fused=False)
+        self.assertLess({"linear_float8_lora", "experts_float8_lora"}, {*implementations_used()})
 
     @parameterized.expand(["qwen3_next", "qwen3_5_moe", "kimi_linear", "bailing_hybrid", "qwen4_exp"])
     def test_families(self, family):

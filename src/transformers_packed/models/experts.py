@@ -112,7 +112,7 @@ def run_experts(
         if any(adapters):
             ran("experts_lora", "peft", [weights])
             warn_about(base, hidden_states, weights)
-    _check_copies(module, hidden_states)
+    _check_implementation(module, hidden_states)
     shared = shared if shared_gate is None else torch.sigmoid(shared_gate) * shared
     return module(hidden_states, top_k_index, top_k_weights) + shared
 
@@ -201,12 +201,20 @@ def _inside_adapters(module: Any) -> Any:
     return module
 
 
-def _check_copies(module: Any, hidden_states: torch.Tensor) -> None:
-    """Raise a `ValueError` if a function of Transformers would read weights that are in host memory."""
+def _check_implementation(module: Any, hidden_states: torch.Tensor) -> None:
+    """Raise a `ValueError` if a function of Transformers would read weights that are in host memory.
+
+    Log it if such a function, or the module's own, runs experts that should run in float8.
+    """
     inner = _inside_adapters(module)
-    if needs_copies(inner, hidden_states.device) and experts_of(inner.config) != EXPERTS:
+    found = experts_of(getattr(inner, "config", None))
+    if found != EXPERTS and needs_copies(inner, hidden_states.device):
         expected = f'experts_implementation="{EXPERTS}" for experts in host memory'
-        raise input_error(expected, repr(experts_of(inner.config)), _ON_GPU)
+        raise input_error(expected, repr(found), _ON_GPU)
+    if found != EXPERTS:
+        warn_about(inner, hidden_states, f"its implementation is {found!r}, not {EXPERTS!r}")
+    elif "forward" in vars(inner):
+        warn_about(inner, hidden_states, "it has a forward of its own")
 
 
 def is_known(module: torch.nn.Module) -> bool:

@@ -78,7 +78,7 @@ def _released(layer, in_float8, hidden_states):
     if in_float8 and isinstance(stored, Blocks) and stored.block == (1, stored.shape[1]):
         return Float8Weight(stored.values, stored.scale.flatten(), weight.product_dtype)
     if in_float8 and why_not_in_float8(layer) == "":
-        return BlocksWeight(stored.values, stored.scale.float(), weight.product_dtype)
+        return BlocksWeight(stored.values, stored.scale, weight.product_dtype)
     return weight.dequantized()
 
 
