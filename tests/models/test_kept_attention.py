@@ -48,6 +48,16 @@ def times_mask(ctx, gradient):
 attention.register_autograd(times_mask, setup_context=keep_output)
 
 
+@torch.library.custom_op("kept_attention_test::twice_attention", mutates_args=())
+def twice_attention(x: torch.Tensor) -> torch.Tensor:
+    """Stands for a kernel whose backward does not read its output."""
+    CALLS.append(0.0)
+    return 2 * x
+
+
+twice_attention.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
 @torch.library.custom_op("kept_attention_test::attention_into", mutates_args=("output",))
 def attention_into(x: torch.Tensor, output: torch.Tensor) -> None:
     """Stands for a kernel that writes into a given output."""
@@ -111,7 +121,8 @@ class KeptAttentionTest(unittest.TestCase):
         model, batch = patch_model(builtin_model("qwen3_5")).train(), packed_batch(documents()) | {"use_cache": False}
         expected, before = self.run_with(model, {"use_reentrant": False}, batch)
         room = {} if has_room else {"free_host_memory": lambda: 0}
-        with on_a_cpu(64), mock.patch.multiple(offload, LONG_DOCUMENT=long_document, **room):
+        changed = {"LONG_DOCUMENT": long_document, "_inputs_first": False, **room}
+        with on_a_cpu(64), mock.patch.multiple(offload, **changed):
             actual, after = self.run_with(model, {"keep_attention": keep}, batch, offload=has_room or "auto")
         self.assertEqual([name for name in expected if not torch.equal(actual[name], expected[name])], [])
         kept = has_room and long_document < 100
@@ -120,9 +131,36 @@ class KeptAttentionTest(unittest.TestCase):
             (copies,) = model.host_checkpoints._copies.values()
             # To the host and back, but for what was saved last: an input, or the output and the sums of attention.
             self.assertEqual(copies.copies, 2 * copies.allocated - 1 - kept)
-            self.assertEqual(len(copies.free), copies.allocated)
             # Kernels of attention return an output and the sums.
-            self.assertEqual(copies.allocated, len(model.model.layers) + kept * 2 * after["backward"])
+            inputs, outputs = len(model.model.layers), kept * 2 * after["backward"]
+            unasked = outputs if keep == "auto" else 0
+            self.assertEqual((len(copies.free), len(copies.free_unasked)), (inputs + outputs - unasked, unasked))
+            self.assertEqual(copies.allocated, inputs + outputs)
+
+    def test_inputs_have_the_memory_first(self):
+        """Outputs of `"auto"` get what is left once the inputs of a row have their buffers, and give it back to longer rows."""
+        model = patch_model(builtin_model("qwen3_5")).train()
+        short, long = (packed_batch([torch.arange(n) % 90]) | {"use_cache": False} for n in (40, 700))
+        model.activation_checkpointing_enable({"keep_attention": "auto"}, offload="auto")
+        layers, counts, allocated = len(model.model.layers), [], []
+        # Buffers of short rows have 64 KiB, and inputs of long ones twice as much.
+        limit = (2 * layers + 1) << 16
+        with on_a_cpu(64), mock.patch.multiple(offload, LONG_DOCUMENT=0, free_host_memory=lambda: 2 * limit):
+            for batch in (short, short, short, long, long):
+                with Attentions() as attentions:
+                    gradients(model, model(**batch).loss)
+                counts.append(attentions.counts["forward"])
+                (copies,) = model.host_checkpoints._copies.values()
+                allocated.append(copies.allocated)
+                size = batch["input_ids"].numel() * model.config.hidden_size * 4
+                self.assertEqual(sum(x.nbytes >= size for x in copies.free), layers)
+                self.assertLessEqual(copies.bytes, limit)
+                self.assertEqual(copies.bytes, sum(x.nbytes for x in (*copies.free, *copies.free_unasked)))
+                self.assertEqual(copies.bytes_unasked, sum(x.nbytes for x in copies.free_unasked))
+        kernels = model.config.layer_types.count("full_attention")
+        self.assertEqual(counts[:3], [2 * kernels, *[kernels] * 2])
+        # The output and the sums have buffers of their own, which are used again.
+        self.assertEqual(allocated[:3], [layers, *[layers + 2 * kernels] * 2])
 
     def test_comes_back_before_its_use(self):
         """Inputs from the last layer to the first, each followed by the attention of its layer. And it may again."""
@@ -175,6 +213,25 @@ class KeptAttentionTest(unittest.TestCase):
             y = run(y, context_fn=context_fn) if retained else y
             y.sum().backward()
 
+    @parameterized.expand([(5,), (1000,)])
+    def test_a_layer_that_writes_into_an_output_that_nobody_asked_for(self, smallest):
+        """It is computed again."""
+        x = torch.randn(4, 16, requires_grad=True)
+
+        def layer(x):
+            return twice_attention(x.sin()).mul_(x).exp()
+
+        expected = torch.autograd.grad(layer(layer(x)).sum(), x)[0]
+        CALLS.clear()
+        with on_a_cpu(smallest), mock.patch.object(offload, "_inputs_first", False):
+            host = offload.HostCheckpoints()
+            run = partial(host, partial(checkpoint, use_reentrant=False), layer)
+            context_fn = partial(keeping_attention, host, True)
+            y = run(run(x, context_fn=context_fn), context_fn=context_fn)
+            (gradient,) = torch.autograd.grad(y.sum(), x)
+        self.assertTrue(torch.equal(gradient, expected))
+        self.assertEqual(len(CALLS), 4)
+
     def test_another_kernel_in_the_backward(self):
         """What another one returns would be no output of it."""
         x, host = torch.randn(1, 2, 16, 8, requires_grad=True), offload.HostCheckpoints()
@@ -188,11 +245,16 @@ class KeptAttentionTest(unittest.TestCase):
             y.sum().backward()
 
     def test_what_stays_on_the_device_keeps_no_graph(self):
+        def saved() -> list[offload._Kept]:
+            return [x for x in gc.get_objects() if isinstance(x, offload._Kept)]
+
         host, x = offload.HostCheckpoints(), torch.randn(4, 16, requires_grad=True)
+        # A test that failed may have left some.
+        others = saved()
         run = partial(host, partial(checkpoint, use_reentrant=False), lambda x: attention(x.sin(), 0.0).exp())
         y = run(x, context_fn=partial(keeping_attention, host))
         torch.autograd.grad(y.sum(), x, retain_graph=True)
-        kept = [saved.tensor for saved in gc.get_objects() if isinstance(saved, offload._Kept)]
+        kept = [one.tensor for one in saved() if not any(one is other for other in others)]
         # The input and the output of attention.
         self.assertEqual([tensor.grad_fn for tensor in kept], [None, None])
 
@@ -205,11 +267,13 @@ class KeptAttentionTest(unittest.TestCase):
         x = torch.randn(1, 2, 16, 8, requires_grad=True)
         sums = 4 * 2 * 16
         for most, expected in ((8 * sums, 1), (sums, 2)):
-            with on_a_cpu(5), Attentions() as attentions:
+            with on_a_cpu(5), mock.patch.object(offload, "_inputs_first", False), Attentions() as attentions:
                 host = offload.HostCheckpoints(lambda: 0)
                 host.save(torch.zeros(8))
                 (copies,) = host._copies.values()
-                copies.take = lambda size, take=copies.take, most=most: take(size) if size <= most else None
+                copies.take = lambda size, *rest, take=copies.take, most=most: (
+                    take(size, *rest) if size <= most else None
+                )
                 run = partial(host, partial(checkpoint, use_reentrant=False))
                 run(layer, x, context_fn=partial(keeping_attention, host, True)).sum().backward()
             self.assertEqual(attentions.counts, {"forward": expected, "backward": 1})

@@ -155,7 +155,7 @@ class SegmentsTest(unittest.TestCase):
         model, batch = patch_model(builtin_model("qwen3_5")).double(), make_batch((300,))
         found = []
         for keep in (False, "auto"):
-            with on_a_cpu(64), mock.patch.object(offload, "LONG_DOCUMENT", long_document):
+            with on_a_cpu(64), mock.patch.multiple(offload, LONG_DOCUMENT=long_document, _inputs_first=False):
                 found.append(step(segmented(model, keep_attention=keep, offload=True), batch)[1])
             (copies,) = model.host_checkpoints._copies.values()
             found.append(copies.allocated)

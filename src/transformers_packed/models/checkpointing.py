@@ -110,10 +110,10 @@ def keep_long_attention(
     return checkpoint(function, *args, **kept, **kwargs)
 
 
-def bytes_on_host(model: torch.nn.Module) -> int:
-    """Return the bytes of host memory for checkpoints of a model, and of those inside of it."""
+def bytes_on_host(model: torch.nn.Module, unasked: bool = True) -> int:
+    """Return the bytes of host memory for checkpoints of a model, and of those inside of it, with or without unasked outputs."""
     found = {vars(module).get(_COPIES) for module in model.modules()}
-    return sum(host.bytes for host in found if host is not None)
+    return sum(host.bytes - (0 if unasked else host.bytes_unasked) for host in found if host is not None)
 
 
 def bytes_of_moments(model: torch.nn.Module | None) -> int:

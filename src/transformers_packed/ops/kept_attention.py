@@ -24,7 +24,7 @@ def keeping_attention(host: HostCheckpoints | None = None, unasked: bool = False
         host ([`HostCheckpoints`], *optional*):
             Keeps large outputs in host memory.
         unasked (`bool`, *optional*, defaults to `False`):
-            Whether a kernel is computed again if its output would stay on the GPU.
+            Whether a kernel is computed again if its output would stay on the GPU, or if somebody writes into it.
     """
     if host is None or torch.compiler.is_compiling():
         return create_selective_checkpoint_contexts(_keep)
@@ -50,11 +50,11 @@ class _Keeping(TorchDispatchMode):
         # Autograd makes these tensors the outputs of a node, which would keep itself.
         outputs = tree_map_only(torch.Tensor, detached, found)
         largest = max((x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)), key=lambda x: x.nbytes)
-        first = self.host.save(largest, inside=True)
+        first = self.host.save(largest, inside=True, unasked=self.unasked)
         on_host = self.host.has(first)
         if self.unasked and not on_host:
             return None
-        beside = partial(self.host.save, inside=True, beside=on_host)
+        beside = partial(self.host.save, inside=True, beside=on_host, unasked=self.unasked)
         return tree_map_only(torch.Tensor, lambda x: first if x is largest else beside(x), outputs)
 
 
@@ -77,7 +77,7 @@ class _Using(TorchDispatchMode):
                 expected = f"the kernel of the forward where keep_attention computes a layer again, {before}"
                 fix = "Run the backward under the same torch.nn.attention.sdpa_kernel, or set keep_attention=False."
                 raise input_error(expected, operator, fix)
-        if saved is None:
+        if saved is None or any(map(self.host.is_changed, tree_leaves(saved))):
             return operator(*args, **(kwargs or {}))
         return tree_map_only(torch.Tensor, detached, tree_map(self.host.load, saved))
 

@@ -42,6 +42,8 @@ _SMALLEST, SMALLEST_UNASKED = 1 << 20, 1 << 24
 # Tokens of a document from which on attention takes longer than a copy of its output: half of 4 n operations for each value
 # of 2 bytes, at 550 TFLOP/s and 55 GB/s. Shorter documents may leave the GPU waiting for the copy.
 LONG_DOCUMENT = 1 << 14
+# Whether outputs that nobody asked for wait for the buffers of a whole row's inputs, which need the memory more.
+_inputs_first = True
 # The most of the free memory of the host that automatic copies take, because pinned pages cannot be swapped out.
 _SHARE = 0.5
 # How many layers tell whether copies take longer than layers, and the share of its time that such a layer waits.
@@ -75,6 +77,11 @@ class HostCheckpoints:
         """Bytes of all buffers."""
         return sum(copies.bytes for copies in self._copies.values())
 
+    @property
+    def bytes_unasked(self) -> int:
+        """Bytes of the buffers for outputs that nobody asked for."""
+        return sum(copies.bytes_unasked for copies in self._copies.values())
+
     def __call__(self, checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Return `checkpoint(function, *args, **kwargs)`.
 
@@ -95,20 +102,23 @@ class HostCheckpoints:
         # A copy of the model has its own buffers.
         return HostCheckpoints, (_none,) if self.automatic else ()
 
-    def save(self, tensor: torch.Tensor, inside: bool = False, beside: bool = False) -> Any:
+    def save(self, tensor: torch.Tensor, inside: bool = False, beside: bool = False, unasked: bool = False) -> Any:
         """Return what [`load`] takes: a tensor that leaves the GPU, or one that stays.
 
         `inside` says that the function that runs has made it, and needs it in backward after its own inputs. `beside` says
         that it comes from one kernel with the tensor that was saved last. Both leave the GPU at the next save then.
+        `unasked` says that it can be computed again, so it takes no memory that inputs need, and may be changed.
         """
         if not leaves(tensor, SMALLEST_UNASKED if self.automatic else _SMALLEST):
-            return _Kept(tensor, inside)
+            return _Kept(tensor, inside, unasked)
         copies = self._copies.get(tensor.device)
         if copies is None:
             copies = self._copies[tensor.device] = Copies(tensor.device, self.needed)
         last = copies.last if beside else copies.let_leave(tensor.nbytes)
-        host = copies.take(tensor.nbytes)
-        return _Kept(tensor, inside) if host is None else _Saved(tensor, copies, host, last, inside, beside)
+        host = copies.take(tensor.nbytes, unasked)
+        if host is None:
+            return _Kept(tensor, inside, unasked)
+        return _Saved(tensor, copies, host, last, inside, beside, unasked)
 
     @staticmethod
     def load(saved: Any) -> Any:
@@ -124,6 +134,11 @@ class HostCheckpoints:
         """Whether it is in host memory."""
         return isinstance(saved, _Saved)
 
+    @staticmethod
+    def is_changed(saved: Any) -> bool:
+        """Whether somebody has written into a tensor that can be computed again."""
+        return isinstance(saved, _Kept) and saved.unasked and saved.is_changed()
+
 
 def leaves(tensor: torch.Tensor, smallest: int) -> bool:
     """Whether a saved tensor goes to the host."""
@@ -131,8 +146,8 @@ def leaves(tensor: torch.Tensor, smallest: int) -> bool:
 
 
 def all_checkpoints() -> AbstractContextManager:
-    """Let small tensors, and attention of short documents, go to the host too meanwhile, as large ones do."""
-    return swapped(globals(), _SMALLEST=0, SMALLEST_UNASKED=0, LONG_DOCUMENT=0)
+    """Let small tensors, and attention of short documents, go to the host too meanwhile, as large ones do later."""
+    return swapped(globals(), _SMALLEST=0, SMALLEST_UNASKED=0, LONG_DOCUMENT=0, _inputs_first=False)
 
 
 def free_device_memory(device: torch.device) -> int:
@@ -164,16 +179,25 @@ class Copies:
 
     def __init__(self, device: torch.device, needed: Callable[[], int] | None = None):
         self.device, self.stream, self.free = device, torch.cuda.Stream(device), list[torch.Tensor]()
+        # Buffers of outputs that nobody asked for, their bytes, the most that they may have, and whether they may be made,
+        # which is so once inputs of a row have come back.
+        self.free_unasked, self.bytes_unasked = list[torch.Tensor](), 0
+        self.most_unasked: float | None = None
+        self.inputs_have_buffers = False
         # What was saved last, and the last input of a function.
         self.last: Callable[[], _Saved | None] = _nothing
         self.input: Callable[[], _Saved | None] = _nothing
         # Bytes of all buffers, and the most that they may have.
         self.bytes, self.most, self.needed = 0, math.inf, needed
         if needed is not None:
-            self.most = _SHARE * free_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            self.most = self.share_of_host()
         # Of layers: when it began, when the copy of its input ended, and when the next one began.
         self.layers: list[tuple[Any, Any, Any]] | None = None if needed is None else []
         self.begun: Any = None
+
+    def share_of_host(self) -> float:
+        """Bytes of the free memory of the host that this process may take unasked."""
+        return _SHARE * free_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     def let_leave(self, size: int) -> "Callable[[], _Saved | None]":
         """Let the tensor that was saved last leave the device, before one of `size` bytes is saved. Return the former."""
@@ -227,23 +251,58 @@ class Copies:
             target.copy_(source, non_blocking=True)
             return self.stream.record_event(self.timer())
 
-    def take(self, size: int) -> torch.Tensor | None:
+    def take(self, size: int, unasked: bool = False) -> torch.Tensor | None:
         """Return a buffer of at least `size` bytes. A free one that is too small makes room for a new one.
 
-        Automatic copies get `None` if the tensor stays on the device.
+        Automatic copies, and outputs that nobody asked for, get `None` if the tensor stays on the device.
         """
         if not self.most:
             self.free.clear()
-            self.bytes = 0
+            self.free_unasked.clear()
+            self.bytes = self.bytes_unasked = 0
             return None
-        fitting = [at for at, buffer in enumerate(self.free) if buffer.nbytes >= size]
+        free = self.free_unasked if unasked else self.free
+        fitting = [at for at, buffer in enumerate(free) if buffer.nbytes >= size]
         if fitting:
-            return self.free.pop(min(fitting, key=lambda at: self.free[at].nbytes))
+            return free.pop(min(fitting, key=lambda at: free[at].nbytes))
         step = max(1 << 16, 1 << max(size.bit_length() - 5, 0))
         # Pages cannot be empty.
         size = -(-max(size, 1) // step) * step
+        return self.new_unasked(size) if unasked else self.new(size)
+
+    def new_unasked(self, size: int) -> torch.Tensor | None:
+        """Return a new buffer for an output, or `None` where inputs may need the memory."""
+        if _inputs_first and not self.inputs_have_buffers:
+            return None
+        if self.most_unasked is None:
+            self.most_unasked = self.share_of_host()
+        if self.free_unasked:
+            # It is too small.
+            self.drop_unasked()
+        if self.bytes_unasked + size > self.most_unasked or self.bytes + size > self.most:
+            return None
+        try:
+            buffer = self.allocate(size)
+        except MemoryError:
+            self.most_unasked = 0
+            return None
+        self.bytes += size
+        self.bytes_unasked += size
+        return buffer
+
+    def drop_unasked(self) -> None:
+        """Free the buffer of an output that is not in use."""
+        size = self.free_unasked.pop().nbytes
+        self.bytes -= size
+        self.bytes_unasked -= size
+
+    def new(self, size: int) -> torch.Tensor | None:
+        """Return a new buffer, or `None` if automatic copies may take no more memory."""
         largest = max(range(len(self.free)), key=lambda at: self.free[at].nbytes, default=None)
-        after = self.bytes + size - (0 if largest is None else self.free[largest].nbytes)
+        freed = 0 if largest is None else self.free[largest].nbytes
+        while self.free_unasked and self.bytes + size - freed > self.most:
+            self.drop_unasked()
+        after = self.bytes + size - freed
         why = "that is half of the free memory of the host for each process"
         if after <= self.most:
             if largest is not None:
@@ -320,8 +379,10 @@ class _Kept:
 
     tensor: torch.Tensor | None
 
-    def __init__(self, tensor: torch.Tensor, inside: bool):
-        self.tensor, self.version, self.inside = tensor, tensor._version, inside
+    def __init__(self, tensor: torch.Tensor, inside: bool, unasked: bool):
+        self.tensor, self.version, self.inside, self.unasked = tensor, tensor._version, inside, unasked
+        # Whether it had been changed when it left the device.
+        self.changed = False
 
     def load(self) -> torch.Tensor:
         """Return the tensor on the device."""
@@ -329,8 +390,12 @@ class _Kept:
         assert self.tensor is not None
         return self.tensor
 
+    def is_changed(self) -> bool:
+        """Whether somebody has written into the tensor."""
+        return self.changed or (self.tensor is not None and self.tensor._version != self.version)
+
     def check(self) -> None:
-        if self.tensor is None or self.tensor._version == self.version:
+        if not self.is_changed():
             return
         what, option = "their input", "gradient checkpointing"
         if self.inside:
@@ -352,8 +417,9 @@ class _Saved(_Kept):
         last: "Callable[[], _Saved | None]",
         inside: bool,
         beside: bool,
+        unasked: bool,
     ):
-        super().__init__(tensor, inside)
+        super().__init__(tensor, inside, unasked)
         self.copies, self.loaded = copies, False
         # What leaves the device with it.
         self.beside = last if beside else _nothing
@@ -407,7 +473,10 @@ class _Saved(_Kept):
         other = self.beside()
         if other is not None:
             other.leave_unchanged()
-        self.check()
+        if self.unasked:
+            self.changed = self.is_changed()
+        else:
+            self.check()
         self.leave()
 
     def on_host(self) -> torch.Tensor:
@@ -418,4 +487,8 @@ class _Saved(_Kept):
         # All copies use one stream, so the next use of the buffer waits for this one.
         if not is_finalizing() and hasattr(self, "copied"):
             self.leave()
-            self.copies.free.append(self.host)
+            if self.unasked:
+                self.copies.free_unasked.append(self.host)
+            else:
+                self.copies.free.append(self.host)
+                self.copies.inputs_have_buffers = True

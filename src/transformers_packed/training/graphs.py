@@ -89,8 +89,8 @@ def _choose(model, max_length, run, run_short, run_longest, others, step_per_row
     kept, step = _memory(run_longest)
     free, total = torch.cuda.mem_get_info()
     room = min(FILLED * total - kept, free) - bytes_of_moments(model) - step
-    # The graphs keep the activations and gradients of a step, also those that are in host memory without graphs.
-    needed = step + bytes_on_host(model)
+    # The graphs keep the activations and gradients of a step, also the inputs that are in host memory without graphs.
+    needed = step + bytes_on_host(model, unasked=False)
     if needed > room:
         return False, f"graphs may need {gib(needed)} GiB, and {gib(max(room, 0))} GiB are free"
     found = _fastest_graphs(model, max_length, run, _IN_TIME * share_of_attention(model) * host, known)
