@@ -414,6 +414,18 @@ class ExpertsInFloat8Test(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "capability 9.0 to 11.0.*module_filter that leaves experts out"):
                 experts._weights_for_op(module, x, None, None)
 
+    @parameterized.expand([((8, 9), 0), ((9, 0), 2), ((12, 0), 0)])
+    def test_gpus_without_the_kernel_leave_layers_dequantized(self, capability, chosen):
+        model, _ = mixture(layers=4)
+        found = mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability)
+        with mock.patch.object(torch.cuda, "is_available", lambda: True), found:
+            use_float8(model)
+            stored = [x for x in model.modules() if isinstance(x, FP8Experts)]
+            self.assertEqual(sum(vars(x)[float8_marks.MARK] is not None for x in stored), chosen)
+            if not chosen:
+                with self.assertRaisesRegex(ValueError, "a module_filter that selects .* 9.0 to 11.0"):
+                    use_float8(model, with_experts)
+
     def test_experts_of_other_checkpoints(self):
         """Weights in blocks of 128 that compressed-tensors has written."""
         module = torch.nn.Module()

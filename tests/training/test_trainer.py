@@ -209,11 +209,11 @@ class Float8Test(TrainerTestCase):
 
     @parameterized.expand(
         [
-            ("model_init", {"packing": True, "max_length": 128}, "^Packing on: .*; linear layers train in float8$"),
+            ("model_init", {"packing": True, "max_length": 128}, "^Packing on: .*; layers train in float8$"),
             (
                 "model",
                 {"padding_free": False},
-                "^Packing off, batches are unchanged; linear layers train in float8: .*off",
+                "^Packing off, batches are unchanged; layers train in float8: .*off",
             ),
         ]
     )

@@ -15,7 +15,7 @@ from ..ops.autograd import autocast_dtype
 from ..ops.backends.triton import ceil_div
 from ..ops.dequantization import dequantize_4bit, dequantize_blocks, dequantize_rows
 from ..ops.float8 import float8_rows_of
-from ..ops.float8_blocks import BLOCK
+from ..ops.float8_blocks import BLOCK, problem_of_gpu
 from ..ops.terms import BlocksWeight, Dequantized, DequantizedExperts, Float8Experts, Float8Weight
 from .checkpoint_formats import Blocks, PackedWeight
 from .host_parameters import WEIGHT, WEIGHTS, HostWeight, copies_of, needs_copies
@@ -119,7 +119,7 @@ def why_not_in_float8(module: Any) -> str | None:
             return f"needs sizes in multiples of {BLOCK} and blocks of {BLOCK} x {BLOCK}, not {got}"
         if values.dtype != torch.float8_e4m3fn:
             return f"needs weights in e4m3, not {values.dtype}"
-    return ""
+    return problem_of_gpu() if torch.cuda.is_available() else ""
 
 
 def _stored_in_blocks(module: Any) -> list[tuple[Any, torch.Tensor]]:

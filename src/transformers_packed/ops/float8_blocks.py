@@ -28,10 +28,15 @@ def verify(rows: torch.Tensor, weight: Any, dtype: torch.dtype) -> str:
         return ""
     if dtype != torch.bfloat16:
         return f"needs bfloat16 around products in float8 (bf16=True, or a model in bfloat16), not {dtype}"
+    return problem_of_gpu(rows.device) or triton.problem()
+
+
+def problem_of_gpu(device: torch.device | None = None) -> str:
+    """Return why a GPU, by default the current one, cannot run products with weights in blocks, or an empty string."""
     # GPUs of compute capability 12 have less than half of the shared memory that the kernel uses.
-    if torch.version.hip or not (9, 0) <= torch.cuda.get_device_capability(rows.device) < (12, 0):
+    if torch.version.hip or not (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0):
         return "needs an NVIDIA GPU of compute capability 9.0 to 11.0 for products with weights in blocks of float8"
-    return triton.problem()
+    return ""
 
 
 def cast_in_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -107,7 +107,7 @@ def _setup(
     changes = [*changes]
     if facts.options.float8:
         prepare = [*prepare, patch_model, use_float8]
-        line += "; linear layers train in float8"
+        line += "; layers train in float8"
     if facts.options.batch_invariant:
         line += "; documents have the same bits in every row"
     if ours:
