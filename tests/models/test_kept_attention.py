@@ -3,6 +3,7 @@
 import gc
 import unittest
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -161,6 +162,18 @@ class KeptAttentionTest(unittest.TestCase):
         self.assertEqual(counts[:3], [2 * kernels, *[kernels] * 2])
         # The output and the sums have buffers of their own, which are used again.
         self.assertEqual(allocated[:3], [layers, *[layers + 2 * kernels] * 2])
+
+    def test_the_check_before_the_first_step_is_no_first_row(self):
+        """Its rows have small inputs, whose outputs are kept at once."""
+        model, counts = patch_model(builtin_model("qwen3_5")).train(), []
+        check, row = (packed_batch([torch.arange(n) % 90]) | {"use_cache": False} for n in (40, 700))
+        model.activation_checkpointing_enable({"keep_attention": "auto"}, offload="auto")
+        with on_a_cpu(64), mock.patch.object(offload, "LONG_DOCUMENT", 0):
+            for context, batch in ((offload.all_checkpoints, check), (nullcontext, row), (nullcontext, row)):
+                with context(), Attentions() as attentions:
+                    gradients(model, model(**batch).loss)
+                counts.append(attentions.counts["forward"] // attentions.counts["backward"])
+        self.assertEqual(counts, [1, 2, 1])
 
     def test_comes_back_before_its_use(self):
         """Inputs from the last layer to the first, each followed by the attention of its layer. And it may again."""

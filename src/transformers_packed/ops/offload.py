@@ -491,4 +491,5 @@ class _Saved(_Kept):
                 self.copies.free_unasked.append(self.host)
             else:
                 self.copies.free.append(self.host)
-                self.copies.inputs_have_buffers = True
+                # Those of the check before the first step are small.
+                self.copies.inputs_have_buffers |= _inputs_first
