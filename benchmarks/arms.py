@@ -327,16 +327,19 @@ def in_groups(shape: torch.Size, kind: str, device: str) -> PackedWeight:
     )
 
 
+def quantized_in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight in e4m3, and scales of blocks of 128 rows and columns, each with its largest element at the largest number."""
+    blocks = weight.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128)).float()
+    scale = blocks.abs().amax((-3, -1)).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return (blocks / scale[..., None, :, None]).view(weight.shape).to(torch.float8_e4m3fn), scale
+
+
 def fill_blocks(stored: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Store the weights of a module in blocks of 128 rows and columns, each with its largest element at the largest number."""
+    """Store the weights of a module in float8 with scales of blocks."""
     for parameter, scale in stored.named_parameters():
         if parameter.endswith("_scale_inv"):
             name = parameter.removesuffix("_scale_inv")
-            weight = getattr(module, name).data
-            blocks = weight.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128)).float()
-            scale.data = blocks.abs().amax((-3, -1)).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
-            values = (blocks / scale.data[..., None, :, None]).view(weight.shape)
-            getattr(stored, name).data = values.to(torch.float8_e4m3fn)
+            getattr(stored, name).data, scale.data = quantized_in_blocks(getattr(module, name).data)
     stored.requires_grad_(False)
 
 

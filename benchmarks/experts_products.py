@@ -25,6 +25,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from arms import quantized_in_blocks
 from experts_layer import measure_all
 from shapes import MODELS
 from step import timed
@@ -134,10 +135,7 @@ class StoredLayer(Layer):
         self.stored, self.lazy, self.factors = {}, {}, {"gate_up": None, "down": None}
         for name in self.factors:
             weight = getattr(self, name)
-            blocks = weight.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
-            scale = blocks.abs().amax((-3, -1)).float() / 448
-            values = (blocks / scale[..., None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
-            del blocks
+            values, scale = quantized_in_blocks(weight)
             compute = partial(self.dequantized, values, scale)
             self.stored[name] = Float8Experts(weight.shape, weight.dtype, partial(self.both, values, scale))
             self.lazy[name] = DequantizedExperts(weight.shape, weight.dtype, compute)

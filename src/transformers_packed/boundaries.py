@@ -306,6 +306,11 @@ class SequenceBoundaries:
         """Length of the longest document, in tokens."""
         return max(self.lengths)
 
+    @property
+    def most_keys(self) -> int:
+        """The most keys that a token of the row may attend to, also those of its document in other parts of the row."""
+        return self.max_length
+
     @derived_property
     def seq_idx(self) -> torch.Tensor:
         """int32 `[1, T]`: the document index of each token. No host sync."""

@@ -50,10 +50,15 @@ def product(target, rank, n, k, *, transposed, of_tokens):
     return shared_memory(kernel, target, signature, constants, num_warps=8, num_stages=stages)
 
 
-if __name__ == "__main__":
+def of_both_directions(product, ranks):
+    """What a product takes in the forward and in the backward, for each rank and GPU."""
     found = []
-    for rank in map(int, sys.argv[1:]):
+    for rank in map(int, ranks):
         for target in TARGETS:
             found.append(product(target, rank, HIDDEN, WIDTH, transposed=True, of_tokens=False))
             found.append(product(target, rank, WIDTH, HIDDEN, transposed=False, of_tokens=True))
-    print(max(found))
+    return found
+
+
+if __name__ == "__main__":
+    print(max(of_both_directions(product, sys.argv[1:])))

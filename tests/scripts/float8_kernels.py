@@ -5,7 +5,7 @@ python float8_kernels.py RANK [RANK ...]
 
 import sys
 
-from expert_kernels import HIDDEN, TARGETS, WIDTH, descriptor, shared_memory
+from expert_kernels import HIDDEN, TARGETS, descriptor, of_both_directions, shared_memory
 
 from transformers_packed.ops.backends.triton import float8_blocks as kernels
 
@@ -34,10 +34,6 @@ def product(target, rank, n, k, *, transposed, of_tokens, one_weight=False):
 
 
 if __name__ == "__main__":
-    found = []
-    for rank in map(int, sys.argv[1:]):
-        for target in TARGETS:
-            found.append(product(target, rank, HIDDEN, WIDTH, transposed=True, of_tokens=False))
-            found.append(product(target, rank, WIDTH, HIDDEN, transposed=False, of_tokens=True))
+    found = of_both_directions(product, sys.argv[1:])
     found.append(product(TARGETS[0], 0, HIDDEN, HIDDEN, transposed=True, of_tokens=False, one_weight=True))
     print(max(found))

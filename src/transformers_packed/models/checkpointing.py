@@ -10,9 +10,8 @@ import torch
 from ..errors import input_error
 from ..ops import offload
 from ..ops.kept_attention import keeping_attention
-from ..parallel import RowShard
 from .releases import arguments_of_layer, wrap_checkpoints
-from .segments import RowSegment, check_size, in_segments
+from .segments import check_size, in_segments
 from .versions import check_checkpointing
 
 
@@ -52,9 +51,11 @@ def read_options(given: dict[str, Any] | None, every_n_layers: int, offload: boo
         check_size(segment_tokens)
         check_checkpointing("segment_tokens")
     for name, asked in (("keep_attention", keep), ("segment_tokens", segment_tokens is not None)):
-        if asked and others.get("use_reentrant"):
+        if not asked:
+            continue
+        if others.get("use_reentrant"):
             raise input_error(f"use_reentrant=False with {name}", "use_reentrant=True", "Leave it out.")
-        others |= {"use_reentrant": False} if asked else {}
+        others["use_reentrant"] = False
     return Options(every_n_layers, offload, keep, segment_tokens, others)
 
 
@@ -103,11 +104,9 @@ def keep_long_attention(
     row = (arguments_of_layer(function) | kwargs).get("boundaries")
     if row is None or torch.compiler.is_compiling():
         return checkpoint(function, *args, **kwargs)
-    # The first piece of a segment goes on with a document. Processes that share a row decide alike.
-    before = row.tokens_before if isinstance(row, RowSegment) else 0
-    keys = before + (row.row if isinstance(row, RowShard) else row).max_length
-    kept = {"context_fn": partial(keeping_attention, host, True)} if keys >= offload.LONG_DOCUMENT else {}
-    return checkpoint(function, *args, **kept, **kwargs)
+    if row.most_keys >= offload.LONG_DOCUMENT:
+        kwargs["context_fn"] = partial(keeping_attention, host, True)
+    return checkpoint(function, *args, **kwargs)
 
 
 def bytes_on_host(model: torch.nn.Module, unasked: bool = True) -> int:

@@ -83,6 +83,11 @@ class RowSegment(SequenceBoundaries):
         return self.positions
 
     @property
+    def most_keys(self) -> int:
+        # The first piece goes on with a document.
+        return self.tokens_before + self.max_length
+
+    @property
     def states(self) -> Handed:
         assert self.handed is not None
         return self.handed

@@ -397,13 +397,11 @@ class _Kept:
     def check(self) -> None:
         if not self.is_changed():
             return
-        what, option = "their input", "gradient checkpointing"
+        what, fix = "their input as it is, with gradient checkpointing", "Let it write into a copy."
         if self.inside:
-            what, option = "the output of attention", "keep_attention"
-        fix = "Let it write into a copy" + ", or set keep_attention=False" * self.inside
-        raise input_error(
-            f"layers that leave {what} as it is, with {option}", "a layer that writes into it", f"{fix}."
-        )
+            what = "the output of attention as it is, with keep_attention"
+            fix = "Let it write into a copy, or set keep_attention=False."
+        raise input_error(f"layers that leave {what}", "a layer that writes into it", fix)
 
 
 class _Saved(_Kept):

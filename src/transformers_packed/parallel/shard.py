@@ -50,6 +50,10 @@ class RowShard(SequenceBoundaries):
     vision: dict[str, VisionShard] = field(default_factory=dict)
     checksum: int = 0
 
+    @property
+    def most_keys(self) -> int:
+        return self.row.most_keys
+
     @classmethod
     def cut(
         cls, row: SequenceBoundaries, rank: int, size: int, parallel: SequenceParallel | None = None

@@ -398,9 +398,10 @@ def _of_arguments(facts: Facts) -> tuple[list[Change], str]:
         names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
         changes += Change.of(args, **{name: options for name in names if hasattr(args, name)})
         words += "; inputs of checkpointed layers go to host memory"
-        words += " where that costs no time" * (options["offload"] == "auto")
-        keep = read_options(options, 1, False).keep_attention
-        words += ", and attention of long documents" * (keep == "auto")
+        if options["offload"] == "auto":
+            words += " where that costs no time"
+        if read_options(options, 1, False).keep_attention == "auto":
+            words += ", and attention of long documents"
     return changes, words
 
 

@@ -200,8 +200,6 @@ def step_memory(
     weights, gradients, states = _of_parameters(sizes, parameters, width, lora, optimizer)
     given = max_length, size, attention, stream
     segment = min(segment_tokens or tokens, tokens)
-    # In host memory, attention of long documents is kept unasked.
-    outputs = offload and (keep_attention or max_length >= LONG_DOCUMENT)
     kept_on_gpu = keep_attention and not offload
     ways = _layers(sizes, *given, checkpointed, lora, expert_parallel, kept_on_gpu, parameters.head > 0, segment)
     # Checkpointing always keeps the input of a layer.
@@ -230,9 +228,15 @@ def step_memory(
         saved=saved,
         working=max(loss, *(way.kept + way.made for way in ways)),
         most=max(most_at_loss, backward + at_layers, gradients / gpus + checkpoint + at_end),
-        host=offload * checkpoints * checkpoint + outputs * sum(way.output for way in ways if way.again),
+        host=_on_host(ways, checkpoint, keep_attention or max_length >= LONG_DOCUMENT) if offload else 0.0,
         weights_on_host=in_host_memory(sizes, parameters.layers, width, lora)[0],
     )
+
+
+def _on_host(ways: list[_Layer], checkpoint: float, keeps_attention: bool) -> float:
+    """Bytes of checkpoints, and of attention that is kept with them, as that of long documents is unasked."""
+    again = [way for way in ways if way.again]
+    return sum(checkpoint + way.output if keeps_attention else checkpoint for way in again)
 
 
 def _layers(

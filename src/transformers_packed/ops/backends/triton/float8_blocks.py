@@ -22,7 +22,17 @@ from ...float8_blocks import BLOCK
 from ...terms import PIECE as _PIECE
 from . import ceil_div, next_power_of_2, on_its_device
 from .float8 import bits, inverse, packed_at, scale_of
-from .grouped_products import _ROWS, Plan, _described, _hardware, _load_rows, _store_in_parts, _tile, _tiles_of
+from .grouped_products import (
+    _ROWS,
+    Plan,
+    _described,
+    _gate_gradients,
+    _hardware,
+    _load_rows,
+    _store_in_parts,
+    _tile,
+    _tiles_of,
+)
 
 
 # Rows that a program casts at a time, and blocks that a product loads ahead, for which shared memory has room.
@@ -217,16 +227,9 @@ def _gate_backward_rows(
     block = tl.arange(0, BLOCKS)
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < N
-    gate = tl.load(both_ptr + row * 2 * N + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both_ptr + row * 2 * N + N + column, mask=inside, other=0.0).to(tl.float32)
-    dh = tl.load(dh_ptr + row * N + column, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weights_ptr + choice).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    h = gate * sigmoid * up
-    tl.store(d_weights_ptr + choice, tl.sum(tl.sum(h * dh, 1), 0).to(d_weights_ptr.dtype.element_ty))
-    dh *= weight
-    d_gate = (dh * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(both_ptr.dtype.element_ty)
-    d_up = (dh * gate * sigmoid).to(both_ptr.dtype.element_ty)
+    weight, h, d_weight, d_gate, d_up = _gate_gradients(both_ptr, dh_ptr, weights_ptr + choice, row, column, N)
+    tl.store(d_weights_ptr + choice, tl.sum(tl.sum(d_weight, 1), 0).to(d_weights_ptr.dtype.element_ty))
+    d_gate, d_up = d_gate.to(both_ptr.dtype.element_ty), d_up.to(both_ptr.dtype.element_ty)
     if PLAIN:
         at = d_both_ptr + row * 2 * N + column
         tl.store(at, d_gate, mask=inside)

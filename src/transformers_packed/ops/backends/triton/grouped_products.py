@@ -208,6 +208,22 @@ def _gate_up(
 
 
 @triton.jit
+def _gate_gradients(both_ptr, dh_ptr, weights_at, row, column, N: tl.constexpr):
+    """Return the weight of a row, its product `h` and that of `h` and its gradient, and the gradients of gate and up."""
+    inside = column < N
+    gate = tl.load(both_ptr + row * 2 * N + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both_ptr + row * 2 * N + N + column, mask=inside, other=0.0).to(tl.float32)
+    dh = tl.load(dh_ptr + row * N + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weights_at).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    h = gate * sigmoid * up
+    d_weight = h * dh
+    dh *= weight
+    d_gate = dh * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    return weight, h, d_weight, d_gate, dh * gate * sigmoid
+
+
+@triton.jit
 def _gate_backward_rows(
     both_ptr, dh_ptr, d_both_ptr, order_ptr, weights_ptr, d_weights_ptr, end_ptr, N: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -218,18 +234,11 @@ def _gate_backward_rows(
     choice = tl.load(order_ptr + row)
     column = tl.arange(0, BLOCK)
     inside = column < N
-    gate = tl.load(both_ptr + row * 2 * N + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both_ptr + row * 2 * N + N + column, mask=inside, other=0.0).to(tl.float32)
-    dh = tl.load(dh_ptr + row * N + column, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weights_ptr + choice).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    h = gate * sigmoid * up
-    tl.store(d_weights_ptr + choice, tl.sum(h * dh, 0).to(d_weights_ptr.dtype.element_ty))
-    dh *= weight
-    d_gate = dh * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    weight, h, d_weight, d_gate, d_up = _gate_gradients(both_ptr, dh_ptr, weights_ptr + choice, row, column, N)
+    tl.store(d_weights_ptr + choice, tl.sum(d_weight, 0).to(d_weights_ptr.dtype.element_ty))
     at = d_both_ptr + row * 2 * N + column
     tl.store(at, d_gate.to(d_both_ptr.dtype.element_ty), mask=inside)
-    tl.store(at + N, (dh * gate * sigmoid).to(d_both_ptr.dtype.element_ty), mask=inside)
+    tl.store(at + N, d_up.to(d_both_ptr.dtype.element_ty), mask=inside)
     # The weighted product replaces the gradient that was read.
     tl.store(dh_ptr + row * N + column, (weight * h).to(dh_ptr.dtype.element_ty), mask=inside)
 
