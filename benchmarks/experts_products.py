@@ -7,10 +7,9 @@ includes the activation, but for `grouped_mm`. The rate counts the products of t
 of tiles.
 
 `--fp8` compares three ways to use weights in FP8 with a scale for each block of 128 x 128: `ours` multiplies them in bfloat16,
-`dequantized` computes these weights first, and `fp8` multiplies the bytes, including the casts of rows. Of it, `as stored` reads
-the weights of the backward without a transposed copy, `not joined` loads no tile while another one is stored, and `64 rows` has
-smaller tiles. `--ranks` are those of adapters. Errors are those to products of the dequantized weights: a cast of rows rounds by
-some percent. `cast`, `transposed` and `gates` are parts of `fp8`, without a rate.
+`dequantized` computes these weights first, and `fp8` multiplies the bytes, including the casts of rows. `--ranks` are those of
+adapters. Errors are those to products of the dequantized weights: a cast of rows rounds by some percent. `cast`, `transposed` and
+`gates` are parts of `fp8`, without a rate.
 
     python benchmarks/experts_products.py --output benchmarks/results/experts_products.json
     python benchmarks/experts_products.py --fp8 --models 35B-A3B --output benchmarks/results/experts_float8.json
@@ -172,17 +171,14 @@ def products_of(layer: StoredLayer, plan: Plan, weights: dict) -> dict[str, Call
 
 def ways_of_fp8(layer: StoredLayer) -> dict[str, dict[str, Callable[[], torch.Tensor]]]:
     """The products of each arm, by its name."""
+    plan = Float8Plan.of(layer.index, len(layer.gate_up))
     plain = {"gate_up": layer.gate_up, "down": layer.down}
     ways = {
         "ours": products_of(layer, layer.plan, plain),
         "dequantized": products_of(layer, layer.plan, layer.lazy),
+        "fp8": products_of(layer, plan, layer.stored),
     }
-    plans = {"fp8": {}, "fp8 as stored": {"as_stored": True}, "fp8 not joined": {"joined": False}}
-    plans["fp8 64 rows"] = {"height": 64}
-    for name, options in plans.items():
-        plan = type("Measured", (Float8Plan,), options).of(layer.index, len(layer.gate_up))
-        ways[name] = products_of(layer, plan, layer.stored)
-    plan, values = Float8Plan.of(layer.index, len(layer.gate_up)), layer.stored["gate_up"].stored()[0]
+    values = layer.stored["gate_up"].stored()[0]
     ours = plan.gate_up(layer.x, layer.stored["gate_up"], None, True, False)[1]
     ways["parts"] = {
         "cast x": lambda: cast_in_blocks(layer.x),

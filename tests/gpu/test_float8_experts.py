@@ -54,16 +54,20 @@ class CudaFloat8ExpertsTest(unittest.TestCase):
             for values, scale in self.stored.values()
         ]
 
-    def run_op(self, impl="triton", rank=0, part=slice(None), weights=None):
-        """The output, and the gradients of the input, the logits and the factors."""
-        leaves, adapters = [x[part].detach().requires_grad_() for x in (self.x, self.logits)], []
-        for seed, (out, size) in enumerate(((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)) if rank else ()):
+    def adapters(self, rank):
+        found = {}
+        for seed, (name, out, size) in enumerate((("gate_up", 2 * WIDTH, HIDDEN), ("down", HIDDEN, WIDTH))):
             factors = random(NUMBER, rank, size, seed=5 + seed) / 20, random(NUMBER, out, rank, seed=7 + seed) / 10
-            adapters.append(Adapter(*(x.float().requires_grad_() for x in factors), 2.0))
-            leaves += adapters[-1][:2]
+            found[f"{name}_adapter"] = Adapter(*(x.float().requires_grad_() for x in factors), 2.0)
+        return found if rank else {}
+
+    def run_op(self, impl="triton", adapters=None, part=slice(None), weights=None):
+        """The output, and the gradients of the input, the logits and the factors."""
+        adapters = adapters or {}
+        leaves = [x[part].detach().requires_grad_() for x in (self.x, self.logits)]
+        leaves += [x for adapter in adapters.values() for x in adapter[:2]]
         chosen, index = choose_experts(leaves[1], TOP)
-        options = dict(zip(("gate_up_adapter", "down_adapter"), adapters, strict=False))
-        y = experts(leaves[0], index, chosen, *(weights or self.weights()), **options, impl=impl)
+        y = experts(leaves[0], index, chosen, *(weights or self.weights()), **adapters, impl=impl)
         return [y.detach(), *torch.autograd.grad(y, leaves, self.upstream[part])]
 
     def assert_same_bits(self, found, expected):
@@ -78,7 +82,10 @@ class CudaFloat8ExpertsTest(unittest.TestCase):
         x[5, 3], x[6, 7], x[7] = float("nan"), float("inf"), 0
         found, (values, scale) = kernel(x), cast_in_blocks(x)
         torch.testing.assert_close(found.scale.t(), scale, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(found.values.float(), values.float(), rtol=0, atol=0, equal_nan=True)
+        # With a scale of NaN, the numbers of a block do not matter.
+        finite = scale.isfinite().repeat_interleave(BLOCK, 1)
+        found = [x.float()[finite] for x in (found.values, values)]
+        torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
         weights = self.stored["gate_up"][0]
         self.assertTrue(torch.equal(transposed(weights).view(torch.uint8), weights.view(torch.uint8).mT))
 
@@ -108,7 +115,8 @@ class CudaFloat8ExpertsTest(unittest.TestCase):
 
     @parameterized.expand([(0,), (16,), (64,)])
     def test_equals_the_reference(self, rank):
-        found, expected = (self.run_op(impl, rank) for impl in ("triton", "reference"))
+        adapters = self.adapters(rank)
+        found, expected = (self.run_op(impl, adapters) for impl in ("triton", "reference"))
         for number, (a, b) in enumerate(zip(found, expected, strict=True)):
             error = float((a.float() - b.float()).norm() / b.float().norm())
             report("experts in float8", rank=rank, number=number, error=error)
@@ -118,7 +126,8 @@ class CudaFloat8ExpertsTest(unittest.TestCase):
     @parameterized.expand([(0,), (16,)])
     def test_tokens_alone(self, rank):
         part = slice(300, 700)
-        together, alone = self.run_op(rank=rank), self.run_op(rank=rank, part=part)
+        adapters = self.adapters(rank)
+        together, alone = self.run_op(adapters=adapters), self.run_op(adapters=adapters, part=part)
         self.assert_same_bits([x[part] for x in together[:3]], alone[:3])
 
     def test_the_host_does_not_wait(self):
@@ -128,15 +137,17 @@ class CudaFloat8ExpertsTest(unittest.TestCase):
         self.assert_same_bits(found, expected)
 
     def test_in_a_graph(self):
-        expected = self.run_op(rank=16)
+        # No random numbers while a graph is captured.
+        adapters = self.adapters(16)
+        expected = self.run_op(adapters=adapters)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.run_op(rank=16)
+            self.run_op(adapters=adapters)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = self.run_op(rank=16)
+            found = self.run_op(adapters=adapters)
         graph.replay()
         self.assert_same_bits(found, expected)
 

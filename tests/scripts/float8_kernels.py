@@ -14,11 +14,10 @@ FLOAT8, BLOCK = "fp8e4nv", kernels.BLOCK
 
 
 def product(target, rank, n, k, *, transposed, of_tokens, one_weight=False):
-    height = kernels.Float8Plan.height
     integers = dict.fromkeys(("order_ptr", "table_ptr", "tiles_ptr"), None if one_weight else "*i32")
     signature = integers | dict.fromkeys(("COUNT", "FIRST", "LAST"), "i32")
     signature |= {
-        "a": f"*{FLOAT8}" if of_tokens else descriptor(height, BLOCK, dtype=FLOAT8),
+        "a": f"*{FLOAT8}" if of_tokens else descriptor(kernels._ROWS, BLOCK, dtype=FLOAT8),
         "a_scale_ptr": "*fp32",
         "w_desc": descriptor(BLOCK, BLOCK, dtype=FLOAT8),
         "w_scale_ptr": "*fp32",
@@ -26,9 +25,9 @@ def product(target, rank, n, k, *, transposed, of_tokens, one_weight=False):
         "up_desc": (descriptor(BLOCK, rank) if transposed else descriptor(rank, BLOCK)) if rank else None,
         "y_ptr": "*bf16",
     }
-    constants = {"N": n, "K": k, "RANK": rank, "TOP": 8 * of_tokens, "TRANSPOSED": transposed, "AS_STORED": False}
-    constants |= {"ROWS": height, "WIDE": True, "BLOCK": BLOCK, "PROGRAMS": 132}
-    constants |= {"JOINED": target < 100 and not one_weight, "GROUP": kernels._GROUP}
+    constants = {"N": n, "K": k, "RANK": rank, "TOP": 8 * of_tokens, "TRANSPOSED": transposed}
+    constants |= {"ROWS": kernels._ROWS, "WIDE": True, "BLOCK": BLOCK, "PROGRAMS": 132}
+    constants |= {"JOINED": rank > 0 and target < 100, "GROUP": kernels._GROUP}
     options = {"num_warps": 8, "num_stages": kernels._STAGES}
     return shared_memory(kernels._rows_times_weights, target, signature, constants, **options)
 

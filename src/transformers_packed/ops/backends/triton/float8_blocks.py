@@ -74,16 +74,6 @@ def _transpose(w_ptr, t_ptr, R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _weight_tile(w_desc, n, k, AS_STORED: tl.constexpr):
-    """Return a block `[128 of K, 128 of N]` of weights `[N, K]`, or `[K, N]` if `AS_STORED`."""
-    if AS_STORED:
-        w = w_desc.load([k, n])
-    else:
-        w = w_desc.load([n, k]).T
-    return w
-
-
-@triton.jit
 def _adapted(total, low, up_desc, expert, column, N: tl.constexpr, RANK: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Add the product with the second matrix of the expert's adapter, for a block of columns."""
     if TRANSPOSED:
@@ -102,28 +92,17 @@ def _tile_of_one_weight(tile, tiles, COLUMNS: tl.constexpr, GROUP: tl.constexpr)
     return group + place % high, place // high
 
 
-@triton.jit
-def _plus_nothing(total, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add a product of zeros, as an adapter adds one.
-
-    Without it, joined loops keep the sums of two tiles to reset them, and 60 registers of each thread go to memory and back in
-    each step.
-    """
-    left, right = tl.zeros((ROWS, 16), dtype=tl.bfloat16), tl.zeros((16, COLUMNS), dtype=tl.bfloat16)
-    return tl.dot(left, right, total)
-
-
 @triton.jit(do_not_specialize=["COUNT", "FIRST", "LAST"])
 def _rows_times_weights(
     a, a_scale_ptr, w_desc, w_scale_ptr, low_ptr, up_desc, y_ptr, order_ptr, table_ptr, tiles_ptr, COUNT, FIRST, LAST,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, TOP: tl.constexpr, TRANSPOSED: tl.constexpr,
-    AS_STORED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
-    JOINED: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, JOINED: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    """`a` describes sorted rows, or, if `TOP`, points to tokens. `COUNT` is how many there are. `TRANSPOSED` weights are `[N, K]`.
+    """`a` describes sorted rows, or, if `TOP`, points to tokens. `COUNT` is how many there are.
 
-    Without a table of tiles, there is one weight for all rows. `w_desc` has weights `[K, N]` if `AS_STORED`, else `[N, K]`.
-    With `WIDE`, a tile has two blocks of columns.
+    `w_desc` has weights `[N, K]`, whose scales are `[N, K]` if `TRANSPOSED`, else `[K, N]`. Without a table of tiles, there is
+    one weight for all rows. With `WIDE`, a tile has two blocks of columns.
     """
     COLUMNS: tl.constexpr = 2 * BLOCK if WIDE else BLOCK
     if table_ptr is None:
@@ -145,11 +124,7 @@ def _rows_times_weights(
             a_at = a + at.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK)[None, :]
         # Where the weights of the expert are, and the scales of the first block of columns, with the distances to that of the
         # next one and to that of the next step.
-        n_at, k_at = column, 0
-        if AS_STORED:
-            k_at = (expert - FIRST) * K
-        else:
-            n_at += (expert - FIRST) * N
+        w_at = (expert - FIRST) * N + column
         NEXT: tl.constexpr = K // BLOCK if TRANSPOSED else 1
         STEP: tl.constexpr = 1 if TRANSPOSED else N // BLOCK
         w_scale_at = w_scale_ptr + expert * (N // BLOCK) * (K // BLOCK) + column // BLOCK * NEXT
@@ -162,11 +137,11 @@ def _rows_times_weights(
                 x = a.load([row, block * BLOCK])
             scale = tl.load(a_scale_ptr + block * COUNT + at, mask=rows < end, other=0.0)
             w_scale = tl.load(w_scale_at + block * STEP)
-            w = _weight_tile(w_desc, n_at, k_at + block * BLOCK, AS_STORED)
+            w = w_desc.load([w_at, block * BLOCK]).T
             total += tl.dot(x, w) * (scale * w_scale)[:, None]
             if WIDE:
                 w_scale = tl.load(w_scale_at + block * STEP + NEXT)
-                w = _weight_tile(w_desc, n_at + BLOCK, k_at + block * BLOCK, AS_STORED)
+                w = w_desc.load([w_at + BLOCK, block * BLOCK]).T
                 right += tl.dot(x, w) * (scale * w_scale)[:, None]
         inside = (rows < end)[:, None]
         if RANK:
@@ -174,10 +149,6 @@ def _rows_times_weights(
             total = _adapted(total, low, up_desc, expert, column, N, RANK, TRANSPOSED)
             if WIDE:
                 right = _adapted(right, low, up_desc, expert, column + BLOCK, N, RANK, TRANSPOSED)
-        elif JOINED:
-            total = _plus_nothing(total, ROWS, BLOCK)
-            if WIDE:
-                right = _plus_nothing(right, ROWS, BLOCK)
         # In parts, because shared memory has no room for the whole beside the steps.
         y_at = y_ptr + rows.to(tl.int64)[:, None] * N + column
         _store_in_parts(y_at, total.to(y_ptr.dtype.element_ty), inside, ROWS, BLOCK, 2)
@@ -295,8 +266,8 @@ def rows_times_weight(
     source = TensorDescriptor.from_tensor(a.values, [_ROWS, BLOCK])
     _rows_times_weights[(programs,)](
         source, a.scale, _described(w[None], [BLOCK, BLOCK]), scale, None, None, y, None, None, None, rows, 0, 1, n, k,
-        0, 0, transposed_weight, False, _ROWS, n % (2 * BLOCK) == 0, BLOCK, programs, False, _GROUP,
-        num_warps=8, num_stages=_STAGES,
+        0, 0, transposed_weight, _ROWS, n % (2 * BLOCK) == 0, BLOCK, programs, False, _GROUP, num_warps=8,
+        num_stages=_STAGES,
     )  # fmt: skip
     return y
 
@@ -304,28 +275,21 @@ def rows_times_weight(
 class Float8Plan(Plan):
     """A [`Plan`] for [`Float8Experts`]. Rows are tensors, or [`CastRows`] where a kernel has cast its result."""
 
-    # Whether the backward reads weights as they are stored, so that each tile is transposed, and whether the next tile is loaded
-    # while one is stored. For measurements.
-    as_stored, joined = False, True
-
     def rows_times_experts(self, a, weight, factors=None, *, transposed: bool, of_tokens: bool = False):
         _, n, k = weight.shape if transposed else (weight.shape[0], *weight.shape[:0:-1])
         a = a if isinstance(a, CastRows) else cast_in_blocks(a)
         y = torch.empty(len(self.order), n, dtype=a.dtype, device=a.values.device)
-        source = a.values if of_tokens else TensorDescriptor.from_tensor(a.values, [self.height, BLOCK])
+        source = a.values if of_tokens else TensorDescriptor.from_tensor(a.values, [_ROWS, BLOCK])
         low, rank, second = self._adapter(a.plain, factors, BLOCK, transposed, of_tokens)
-        # As for other weights with an adapter, Triton may not compile joined loops for Blackwell.
-        joined = self.joined and self.architecture < 10
-        # Half of the rows leave room for another program.
-        share = _ROWS // self.height
-        programs = self.programs * share
+        # Loops over tiles and blocks that are joined take half of the time with an adapter, and a little more without one. As for
+        # other weights with an adapter, Triton may not compile them for Blackwell.
+        joined = rank > 0 and self.architecture < 10
         values, scale = (x.contiguous() for x in weight.stored())
-        as_stored = self.as_stored and not transposed
-        for first, last, w in self._weights(values, transposed or as_stored):
-            _rows_times_weights[(programs,)](
+        for first, last, w in self._weights(values, transposed):
+            _rows_times_weights[(self.programs,)](
                 source, a.scale, w, scale, low, second, y, self.order, self.table, self.tiles, a.scale.shape[1], first,
-                last, n, k, rank, self.top_k * of_tokens, transposed, as_stored, self.height, n % (2 * BLOCK) == 0,
-                BLOCK, programs, joined, _GROUP, num_warps=8 // share, num_stages=_STAGES // share,
+                last, n, k, rank, self.top_k * of_tokens, transposed, _ROWS, n % (2 * BLOCK) == 0, BLOCK, self.programs,
+                joined, _GROUP, num_warps=8, num_stages=_STAGES,
             )  # fmt: skip
             del w
         return y, low

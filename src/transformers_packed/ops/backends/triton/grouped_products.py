@@ -320,9 +320,6 @@ class Plan:
     of its tiles, and `table` describes each tile.
     """
 
-    # Rows per tile.
-    height = _ROWS
-
     def __init__(self, top_k, order, rows, ends, tiles, table):
         self.top_k, self.order, self.rows, self.ends, self.tiles, self.table = top_k, order, rows, ends, tiles, table
         self.programs, self.architecture = _hardware(order.device)
@@ -332,13 +329,13 @@ class Plan:
         ids, by_expert = index.flatten().clamp(max=number).to(torch.int16).sort(stable=True)
         count, width = len(by_expert), next_power_of_2(number)
         # The most tiles that any routing can have.
-        limit = count // cls.height + number
+        limit = count // _ROWS + number
         integers = partial(torch.empty, dtype=torch.int32, device=index.device)
         order, rows, table = integers(count), integers(count), integers(limit, 3)
         ends, tiles = integers(number), integers(number)
-        _plan[(1,)](ids, ends, tiles, count, number, cls.height, width)
+        _plan[(1,)](ids, ends, tiles, count, number, _ROWS, width)
         grid = (ceil_div(max(count, limit), 128),)
-        _place[grid](by_expert, ends, tiles, order, rows, table, count, limit, number, cls.height, width, 128)
+        _place[grid](by_expert, ends, tiles, order, rows, table, count, limit, number, _ROWS, width, 128)
         return cls(index.shape[1], order, rows, ends, tiles, table)
 
     def tensors(self):
@@ -353,13 +350,13 @@ class Plan:
         _, n, k = weight.shape if transposed else (weight.shape[0], *weight.shape[:0:-1])
         columns = _divisor(n, 256)
         y = a.new_empty(len(self.order), n)
-        source = a if of_tokens else TensorDescriptor.from_tensor(a, [self.height, _STEP])
+        source = a if of_tokens else TensorDescriptor.from_tensor(a, [_ROWS, _STEP])
         low, rank, second = self._adapter(a, factors, columns, transposed, of_tokens)
         stages, parts, joined = _schedule(rank, self.architecture)
         for first, last, b in _pieces(weight, a.dtype, [columns, _STEP] if transposed else [_STEP, columns]):
             _rows_times_experts[(self.programs,)](
                 source, b, low, second, y, self.order, self.table, self.tiles, first, last, n, k, rank,
-                self.top_k * of_tokens, transposed, self.height, columns, _STEP, self.programs, parts, joined, num_warps=8,
+                self.top_k * of_tokens, transposed, _ROWS, columns, _STEP, self.programs, parts, joined, num_warps=8,
                 num_stages=stages,
             )  # fmt: skip
             del b
@@ -379,7 +376,7 @@ class Plan:
         low = a.new_empty(len(self.order), rank)
         _narrow_rows[(len(self.table),)](
             a, factor, low, self.order, self.table, self.tiles, factors.scale, len(self.ends), a.shape[1], rank,
-            self.top_k * of_tokens, transposed, self.height, _STEP, num_warps=4, num_stages=4,
+            self.top_k * of_tokens, transposed, _ROWS, _STEP, num_warps=4, num_stages=4,
         )  # fmt: skip
         return low
 
@@ -395,10 +392,10 @@ class Plan:
         both = x.new_empty(len(self.order), 2 * n) if keep else None
         low, rank, second = self._adapter(x, factors, columns, True, True)
         for first, last, w in _pieces(weight, x.dtype, [columns, _STEP]):
-            grid = (len(self.order) // self.height + last - first) * (n // columns)
+            grid = (len(self.order) // _ROWS + last - first) * (n // columns)
             _gate_up[(grid,)](
                 x, w, low, second, h, both, self.order, self.table, self.tiles, first, last, n, k, rank, self.top_k,
-                keep, self.height, columns, _STEP, num_warps=8, num_stages=4,
+                keep, _ROWS, columns, _STEP, num_warps=8, num_stages=4,
             )  # fmt: skip
             del w
         return h, both, low
