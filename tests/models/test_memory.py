@@ -4,6 +4,7 @@ The kernels of this package run in Triton's interpreter. In place of other kerne
 """
 
 import gc
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from unittest import mock
@@ -13,14 +14,16 @@ from common.memory import Memory
 from mixins.patch import OTHERS
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3_5TextConfig
 
 from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries, add_mtp, registered
 from transformers_packed.boundaries import CHUNK_SIZE
 from transformers_packed.models import segments
 from transformers_packed.models.families import sizes_of
 from transformers_packed.models.memory import Lora, head_memory, layer_memory, segment_memory
+from transformers_packed.models.sizes import Attention
 from transformers_packed.models.trunk_row import TrunkRow
+from transformers_packed.ops import dense_attention
 from transformers_packed.ops.dispatch import Implementation
 from transformers_packed.parallel import mixers
 
@@ -265,6 +268,27 @@ class SegmentsTest(InterpretedKernelsTest):
         inputs = (numbers[1] - numbers[0]) * SEGMENT * 2 * sizes.hidden
         self.assertLess(abs((more_kept - kept) / (inputs + more[2] - less[2]) - 1), 0.1)
         self.assertLess(abs((more_peak - peak) / (inputs + more[1] - less[1]) - 1), 0.06)
+
+    def test_long_segments_read_earlier_keys_where_they_are(self):
+        """On Hopper, and in a plan without a GPU. Others join keys, and make gradients per head of queries."""
+        sizes = sizes_of(Qwen3_5TextConfig())
+        layer = next(layer for layer in sizes.layers if isinstance(layer.mixer, Attention))
+        heads, kv_heads, dim = layer.mixer.heads, layer.mixer.kv_heads, layer.mixer.dim
+
+        def made(segment, layer=layer, here=False, hopper=False):
+            with (
+                mock.patch.object(torch.cuda, "is_available", lambda: here),
+                mock.patch.object(dense_attention, "is_supported", lambda: hopper),
+            ):
+                return segment_memory(sizes, layer, 32 * segment, segment)[1]
+
+        long, short = 2**13, 2**9
+        # The last segment but one has 30 earlier ones.
+        self.assertEqual(made(long, here=True) - made(long), 30 * long * 2 * 2 * (kv_heads + heads) * dim)
+        self.assertEqual(made(long, here=True, hopper=True), made(long))
+        self.assertEqual(made(short, here=True), made(short))
+        wider = replace(layer, mixer=replace(layer.mixer, dim=2 * dim, value_dim=2 * dim))
+        self.assertEqual(made(long, wider, here=True), made(long, wider))
 
     @parameterized.expand(TINY["layer_types"])
     def test_a_segment_saves(self, kind):

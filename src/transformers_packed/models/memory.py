@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
+
 from ..boundaries import CHUNK_SIZE as RULE_CHUNK_SIZE
-from ..ops import convolution
+from ..ops import convolution, dense_attention, earlier_keys
 from ..ops.backends import flash_qla
 from ..ops.cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE
 from ..ops.recipes import WORTH_RECOMPUTING
@@ -176,7 +178,7 @@ def segment_memory(
         largest = stream * sizes.hidden * width
     # What a segment hands on, keys and values per token, and what each token before a segment adds to what it saves and to
     # the backward of its mixer.
-    handed, token, again, made = _across_cuts(layer.mixer, segment)
+    handed, token, again, made = _across_cuts(layer.mixer, segment, last)
 
     def most_in(number: int) -> float:
         """Bytes in the backward of a segment beside those that it would need alone."""
@@ -195,7 +197,7 @@ def segment_memory(
     return kept - given * segment, most, last * handed
 
 
-def _across_cuts(mixer: Attention | DeltaRule, segment: int) -> tuple[int, int, int, int]:
+def _across_cuts(mixer: Attention | DeltaRule, segment: int, cuts: int) -> tuple[int, int, int, int]:
     """Bytes that a segment of a document hands on, of its keys and values per token, and that a token before it adds.
 
     The last two are added to what it saves, and to what its backward makes.
@@ -204,10 +206,22 @@ def _across_cuts(mixer: Attention | DeltaRule, segment: int) -> tuple[int, int, 
         # The state, and the tokens of the convolution's window.
         return FULL * mixer.state + HALF * (mixer.window - 1) * (2 * mixer.keys + mixer.values), 0, 0, 0
     token = HALF * mixer.kv_heads * (mixer.dim + mixer.value_dim)
+    if _reads_pieces(mixer, segment, cuts):
+        return segment * token, token, 0, token
     # Kernels get keys and values in one tensor each, and values of the size of keys. They make gradients of them per query
     # head before they add these up.
     again, by_head = HALF * 2 * mixer.kv_heads * mixer.dim, HALF * 2 * mixer.heads * mixer.dim
     return segment * token, token, again, again + (by_head if mixer.heads > mixer.kv_heads else 0)
+
+
+def _reads_pieces(mixer: Attention, segment: int, cuts: int) -> bool:
+    """Whether attention of the last segment reads the earlier ones where they are, on the GPU here or else on Hopper."""
+    if torch.cuda.is_available() and not dense_attention.is_supported():
+        return False
+    # cuDNN has kernels for heads of up to 256.
+    if mixer.dim != mixer.value_dim or mixer.dim > 256:
+        return False
+    return earlier_keys.is_faster(segment, segment, cuts * segment, cuts, mixer.heads * mixer.dim)
 
 
 def head_memory(

@@ -135,7 +135,7 @@ def verify(module, query, key, value, *, boundaries, dropout=0.0, **options) -> 
 
 def why_not(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> str:
     """Return why cuDNN does not compute such attention here, or an empty string."""
-    if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) != (9, 0):
+    if not query.is_cuda or not is_supported(query.device):
         return "needs tensors on a GPU of compute capability 9.0"
     dtype = compute_dtype(query)
     if dtype not in (torch.float16, torch.bfloat16):
@@ -148,6 +148,11 @@ def why_not(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout
         heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
         return f"has no kernel for {heads} and {kv_heads} heads of {dim} in this release of torch and cuDNN"
     return ""
+
+
+def is_supported(device: torch.device | None = None) -> bool:
+    """Whether a GPU, by default the current one, is of the kind for which the times were measured."""
+    return not torch.version.hip and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 _SUPPORTED: dict[tuple, bool] = {}

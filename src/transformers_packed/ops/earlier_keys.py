@@ -50,14 +50,28 @@ def why_not(
     """Return why [`attention_after_pieces`] does not support a call or is slower than `varlen_attn`, or an empty string."""
     if reason := dense_attention.why_not(query, key, value, dropout):
         return reason
-    queries, keys, before = query.shape[2], key.shape[2], sum(k.shape[2] for k, _ in earlier)
-    width = query.shape[1] * query.shape[3]
+    before = sum(k.shape[2] for k, _ in earlier)
+    faster = is_faster(query.shape[2], key.shape[2], before, len(earlier), query.shape[1] * query.shape[3])
+    return "" if faster else "is not faster for pieces of this length"
+
+
+def is_faster(queries: int, keys: int, before: int, pieces: int, width: int) -> bool:
+    """Whether [`attention_after_pieces`] takes less time than `varlen_attn`, by a model of measured times.
+
+    Args:
+        queries (`int`), keys (`int`):
+            Tokens of `query`, and of `key`.
+        before (`int`), pieces (`int`):
+            Tokens of `earlier`, and the number of its pairs.
+        width (`int`):
+            Heads of queries times their size.
+    """
     # A causal mask leaves half of the pairs.
     varlen = dense_attention.VARLEN * width * (queries**2 + 2 * queries * (before + keys - queries))
     dense = dense_attention.DENSE * width * (padded_length(keys) ** 2 + 2 * padded_length(queries) * before)
     # Outputs and gradients of queries are averaged and added up.
-    dense += (len(earlier) + 1) * (dense_attention.CALL + 4 * width * queries * dense_attention.COPY)
-    return "" if dense < varlen else "is not faster for pieces of this length"
+    dense += (pieces + 1) * (dense_attention.CALL + 4 * width * queries * dense_attention.COPY)
+    return dense < varlen
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def computed(file, run):
     # The processes that share a row, and those that share weights.
     size = run.get("size", 1)
     spread = "EP" if "EP" in words else "FSDP2" if "FSDP2" in words or run.get("kind") == "fsdp2" else ""
-    always = file in ("sequence_parallel", "long_documents", "one_document")
+    always = file in ("sequence_parallel", "long_documents", "one_document", "segments")
     saving = (run.get("checkpointing") or always) + bool(run.get("offload") or "offload" in variant)
     stored = NF4 if weights == "nf4" else stored_as(config)
     need = step_memory(
@@ -142,7 +142,9 @@ def computed(file, run):
     if optim is None:
         adapters = f", {kind}{' of experts too' if experts else ''}" if lora else ""
         row = f"{shape}{adapters}{head}{spread}{kept} {tokens:,} {size} {WAYS[saving]}"
-        return row, (need.total - need.moments) / GIB
+        # The longest of these rows peak at the loss. Without a Trainer, embeddings require no gradient, and are on the host.
+        embeddings = 2 * tokens * sizes.hidden if file == "segments" else 0
+        return row, (need.total - need.moments - embeddings) / GIB
     trained = f"{kind if lora else 'all'}{' without experts' if run.get('linear') else ''}"
     name = "" if optim == DEFAULT else f", {optim}"
     row = f"{shape} {trained}, {WEIGHTS.get(weights, (weights,))[0]}{name}{spread}{kept} {tokens:,} {WAYS[saving]}"

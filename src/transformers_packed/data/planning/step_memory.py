@@ -205,7 +205,8 @@ def step_memory(
     # Checkpointing always keeps the input of a layer.
     checkpoint, checkpoints = stream * tokens * sizes.hidden, sum(way.again for way in ways)
     on_device = on_gpu(lora) if offload else len(ways)
-    saved = sum(way.held for way in ways) + min(checkpoints, on_device) * checkpoint
+    # None is on its way back at the loss.
+    saved = sum(way.held for way in ways) + min(checkpoints, on_device - offload) * checkpoint
     # One in use and one on its way. Those of segments come back from the host one by one, but the last one is a view of
     # the row of its layer.
     piece = stream * (segment if offload else tokens) * sizes.hidden
