@@ -29,6 +29,7 @@ from experts_layer import measure_all
 from shapes import MODELS
 from step import timed
 from transformers import set_seed
+from transposed_bytes import variants
 
 from transformers_packed.ops import choose_experts
 from transformers_packed.ops.backends.triton.float8_blocks import Float8Plan, cast_in_blocks, transposed
@@ -183,6 +184,7 @@ def ways_of_fp8(layer: StoredLayer) -> dict[str, dict[str, Callable[[], torch.Te
     ways["parts"] = {
         "cast x": lambda: cast_in_blocks(layer.x),
         "transposed gate_up": lambda: transposed(values),
+        **{f"transposed gate_up: {name}": run for name, run in variants(values).items()},
         "gates forward": lambda: plan.gated(ours, False),
         "gates backward": lambda: plan.gate_backward(ours, layer.h, layer.weights, (False, False)),
     }

@@ -19,7 +19,9 @@ class SplitSums:
         parts = zip(rows.chunk(1 + len(rows) % 7, 1), matrix.chunk(1 + len(rows) % 7, 0), strict=True)
         total = sum((x[:, :, None] * y).sum(1) for x, y in parts)
         if added is not None:
-            total = options.get("beta", 1) * added + options.get("alpha", 1) * total
+            total = options.get("alpha", 1) * total
+            # Without a factor, memory that nothing has written may be added, with NaN in it.
+            total = total + options.get("beta", 1) * added if options.get("beta", 1) else total
         return out.copy_(total)
 
 

@@ -28,6 +28,7 @@ from transformers_packed import (
     patch_model,
     plan_packing,
     unpatch_model,
+    use_float8,
 )
 from transformers_packed.audit.tiny import tiny_model
 from transformers_packed.data.records.samples import make_samples, read_records
@@ -99,6 +100,8 @@ def of_configure_packing() -> Calls:
     trainer._get_train_sampler = lambda dataset=None: None
     yield lambda: configure_packing(trainer, packing=True, max_length=8)
     yield lambda: verify.check_leak(0.091, documents=3)
+    in_float8 = use_float8(patch_model(tiny_model("qwen3_5_text")), lambda _, name: name.endswith("1.mlp.up_proj"))
+    yield lambda: configure_packing(make_trainer(in_float8), batch_invariant=True)
 
 
 def of_datasets() -> Calls:

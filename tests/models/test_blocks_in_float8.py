@@ -274,6 +274,19 @@ class ExpertsInFloat8Test(unittest.TestCase):
         self.assertEqual(experts_in_float8(model), set())
         self.assertLess(total_relative_error(self.gradients(model), expected), 2e-6)
 
+    def test_the_share_of_a_row(self):
+        """The experts of a token, in the two inner layers of four, whatever the length of the row."""
+        model, _ = mixture()
+        config = model.config
+        linear = {n: x for n, x in model.named_modules() if isinstance(x, torch.nn.Linear) and "layers." in n}
+        of_experts = 3 * config.num_experts_per_tok * 128 * 128
+        total = sum(x.in_features * x.out_features for x in linear.values()) + 4 * of_experts
+        self.assertEqual(float8.share_in_float8(model, 1), 2 * of_experts / total)
+        use_float8(model)
+        marked = sum(x.in_features * x.out_features for x in linear.values() if vars(x)[MARK] is not None)
+        self.assertGreater(marked, 0)
+        self.assertEqual(float8.share_in_float8(model, 10**12), (marked + 2 * of_experts) / total)
+
     def test_evaluation_is_that_of_the_stored_weights(self):
         model, plain = mixture()
         use_float8(model, with_experts)

@@ -32,6 +32,7 @@ from transformers import (
 
 from transformers_packed import patch_model, use_cuda_graphs, use_float8
 from transformers_packed.models import float8, float8_marks, projections
+from transformers_packed.models.checkpoint_kinds import store_in_blocks
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 from transformers_packed.ops import dispatch, implementations_used
@@ -270,8 +271,12 @@ class ChosenLayersTest(Float8TestCase):
         with torch.device("meta"):
             mixture = patch_model(AutoModelForCausalLM.from_config(Qwen3_5MoeTextConfig()))
         shares["35B-A3B"] = f"{float8.share_in_float8(mixture, 16384):.0%}".replace("%", " %")
+        in_blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["in_proj_a"]}
+        store_in_blocks(Qwen3_5MoeTextConfig(quantization_config=in_blocks), mixture)
+        shares["in FP8"] = f"{float8.share_in_float8(mixture, 16384):.0%}".replace("%", " %")
         dense = f"{shares['0.8B']} at 0.8B, {shares['9B']} at 4B and 9B, {shares['27B']} at 27B."
-        for text in (dense, f"so it is {shares['35B-A3B']} for a mixture of 35B-A3B."):
+        mixed = f"so it is {shares['35B-A3B']} for a mixture of 35B-A3B. For its checkpoint in FP8, it is {shares['in FP8']}."
+        for text in (dense, mixed):
             self.assertTrue(text in page, text)
 
 

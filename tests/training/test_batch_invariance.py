@@ -5,13 +5,22 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from common.blocks import mixture
 from mixins.configure import ConfigureTestCase, said, train_configured
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS, Samples
 from transformers import AutoModelForCausalLM
 
-from transformers_packed import PackedTrainer, PackedTrainingArguments, configure_packing
+from transformers_packed import (
+    PackedTrainer,
+    PackedTrainingArguments,
+    configure_packing,
+    patch_model,
+    use_float8,
+)
+from transformers_packed.models import float8
 from transformers_packed.models.registry import has_our_classes
+from transformers_packed.ops import implementations_used
 from transformers_packed.ops.invariance import is_batch_invariant, set_batch_invariant
 from transformers_packed.training.callbacks import verify
 from transformers_packed.training.compare import DifferenceError
@@ -51,10 +60,6 @@ class BatchInvarianceTest(ConfigureTestCase):
     @parameterized.expand(
         [
             ({"packing": "off"}, "packing other than False with batch_invariant"),
-            (
-                {"float8": True},
-                "no float8 with batch_invariant, got products whose kernel depends on the number of rows",
-            ),
             ({"sequence_parallel_size": 2}, "sequence_parallel_size=1 with batch_invariant"),
         ]
     )
@@ -62,6 +67,27 @@ class BatchInvarianceTest(ConfigureTestCase):
         with self.assertRaisesRegex(ValueError, message):
             configure_packing(self.trainer(), batch_invariant=True, **options)
         self.assertFalse(is_batch_invariant())
+
+    @parameterized.expand([("option",), ("model",)])
+    def test_float8(self, marked_by):
+        """The linear layers of this model have no scales of blocks."""
+        trainer = self.trainer()
+        names = [name for name, x in trainer.model.named_modules() if name.endswith("mlp.up_proj")]
+        if marked_by == "model":
+            use_float8(patch_model(trainer.model), lambda _, name: name == names[0])
+        chosen = mock.patch.object(float8, "_by_default", lambda *_: {names[0]: 1.0})
+        message = f"got {names[0]}, which is not batch invariant: PyTorch chooses .*instead of float8=True"
+        with chosen, self.assertRaisesRegex(ValueError, message):
+            configure_packing(trainer, batch_invariant=True, float8=marked_by == "option")
+        self.assertFalse(is_batch_invariant())
+        self.assertEqual(has_our_classes(trainer.model), marked_by == "model")
+
+    def test_float8_of_weights_in_blocks(self):
+        trainer = self.trainer(mixture()[0])
+        line, _ = said(configure_packing, trainer, batch_invariant=True, float8=True)
+        self.assertIn("; layers train in float8; documents have the same bits in every row", line)
+        said(trainer.train)
+        self.assertIn("experts_float8", implementations_used())
 
     def test_compiled_layers(self):
         trainer = self.trainer()

@@ -18,7 +18,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import input_error
 from ..foreign import attention_of
-from ..models.checkpoint_kinds import stored_as
+from ..models.checkpoint_kinds import store_in_blocks, stored_as
 from ..models.families import OWN, families_of, family_of
 from ..models.family import Mixers, Own, Refused, Unpacked
 from ..models.float8 import share_in_float8
@@ -29,6 +29,7 @@ from ..models.registry import check_transformers, patch_model
 from ..models.releases import auto_class, builds, supports_flash_attention
 from ..models.replacements import REPLACEMENTS
 from ..models.sizes import sizes_for_ops
+from ..models.stored_weights import why_not_in_float8
 from ..models.verdict import judge, text_config
 from ..ops.attention import serves_packed_rows
 from ..ops.dispatch import Setting, availability, is_kernel
@@ -360,8 +361,11 @@ def _of_float8(
         return Finding("note", f"Linear layers cannot run in FP8: {_reasons(refused)}.")
     if model is None:
         return Finding("note", "FP8 speeds up large layers on long rows.", "float8=True")
+    store_in_blocks(model.config, model)
     share = share_in_float8(model, _LONG_ROW)
     computes = f"FP8 computes {share:.0%} of the products in layers on rows of {_LONG_ROW:,} tokens"
+    if any(why_not_in_float8(x) == "" and not isinstance(x, torch.nn.Linear) for x in model.modules()):
+        return Finding("note", f"{computes}, with experts, which are stored in FP8.", "float8=True")
     if has_experts:
         text = f"{computes}, because experts stay in bfloat16 unless they are stored in FP8. No step of a mixture was measured with it."
         return Finding("note", text)

@@ -60,6 +60,18 @@ def kept_by(config: Any, model: Any) -> Callable[[str], bool]:
     return is_kept
 
 
+def store_in_blocks(config: Any, model: Any) -> None:
+    """Give a model without weights the classes of layers and experts with which Transformers loads a checkpoint in FP8."""
+    if quantization_of(config) != "fp8":
+        return
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    is_kept = kept_by(config, model)
+    kept = [f"^{re.escape(name)}$" for name, _ in model.named_modules() if is_kept(name)]
+    replace_with_fp8_linear(model, kept, FineGrainedFP8Config.from_dict(_values(config)), pre_quantized=True)
+
+
 def quantizes_inputs(config: Any) -> bool:
     """Whether servers of the checkpoint quantize the inputs of its layers, too."""
     groups = _values(config).get("config_groups") or {}

@@ -8,12 +8,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import input_error
-from ..ops.float8 import MULTIPLE
+from ..ops.float8 import MULTIPLE, VARIES
+from ..ops.float8_blocks import BLOCK
 from .cuda_graphs import check_family, find_text_models, forget_graphs
 from .families import OWN, sizes_of
 from .float8_marks import MARK
 from .quantization import SENSITIVE
 from .replacements import Model
+from .sizes import Experts
 from .stored_weights import why_not_in_float8
 
 
@@ -63,14 +65,10 @@ def use_float8(model: Model, module_filter: Callable[[torch.nn.Module, str], boo
     """
     able = [family for family in OWN if family.has_float8]
     check_family(model, able, bool(find_text_models(model)), "float8")
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    stored = {name: x for name, x in model.named_modules() if why_not_in_float8(x) is not None}
-    experts = {name: x for name, x in stored.items() if name not in layers}
-    every: dict[str, torch.nn.Module] = layers | experts
+    layers, experts = _candidates(model)
+    every: dict[str, torch.nn.Module] = {**layers, **experts}
     if module_filter is None:
-        # Experts would be dequantized, which takes longer than casts of any number of rows.
-        inner = [name for name in _inner(experts) if not _problem(model, name, experts[name])]
-        fewest = _by_default(model, layers) | dict.fromkeys(inner, 0.0)
+        fewest = _by_default(model, layers, experts)
     else:
         fewest = _filtered(model, every, module_filter)
     for name, layer in every.items():
@@ -81,6 +79,21 @@ def use_float8(model: Model, module_filter: Callable[[torch.nn.Module, str], boo
     found += f" and {len(fewest.keys() & experts)} of {len(experts)} modules of experts" if experts else ""
     log(f"use_float8: {found} train in float8.")
     return model
+
+
+def check_invariance(model: torch.nn.Module) -> None:
+    """Check that the layers that train in float8 give a document the same bits in every row, as [`batch_invariant`] promises.
+
+    Raises:
+        `ValueError`: a layer multiplies another weight than one that is stored in float8 with scales of blocks.
+    """
+    for name, layer in model.named_modules():
+        if vars(layer).get(MARK) is not None and why_not_in_float8(layer) != "":
+            expected = (
+                f"weights stored in FP8 in blocks of {BLOCK} x {BLOCK} in all layers with float8 and batch_invariant"
+            )
+            fix = "Remove one of both, or call use_float8 with a module_filter instead of float8=True."
+            raise input_error(expected, f"{name}, which {VARIES}", fix)
 
 
 def _filtered(
@@ -97,22 +110,30 @@ def _filtered(
 def share_in_float8(model: PreTrainedModel, tokens: int) -> float:
     """Return the share of the products in decoder layers that run in float8 by default, for a row of so many tokens.
 
-    A token counts with the experts that it uses, as experts that stay in the dtype of the model.
+    A token counts with the experts that it uses.
     """
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and _LAYER.search(name)
-    }
-    work = {name: layer.in_features * layer.out_features for name, layer in layers.items()}
-    fewest = _by_default(model, layers)
-    sizes = sizes_of(model.config)
-    others = sum(3 * mixture.chosen * mixture.width * sizes.hidden for mixture in sizes.mixtures)
-    return sum(work[name] for name, least in fewest.items() if least <= tokens) / (sum(work.values()) + others)
+    layers, experts = _candidates(model)
+    fewest, sizes = _by_default(model, layers, experts), sizes_of(model.config)
+    work = {name: x.in_features * x.out_features for name, x in layers.items() if _LAYER.search(name)}
+    mixtures = {n: x.mlp for n, x in enumerate(sizes.layers) if isinstance(x.mlp, Experts)}
+    chosen = {n: 3 * x.chosen * x.width * sizes.hidden for n, x in mixtures.items()}
+    work_of_experts = {name: chosen[number] for name, number in _numbers(experts).items()}
+    found = sum((work | work_of_experts)[name] for name, least in fewest.items() if least <= tokens)
+    return found / (sum(work.values()) + sum(chosen.values()))
 
 
-def _by_default(model: torch.nn.Module, layers: dict[str, torch.nn.Linear]) -> dict[str, float]:
-    """Return the linear layers that train in float8 by default, each with the fewest tokens for which that is worth its casts.
+def _candidates(model: torch.nn.Module) -> tuple[dict[str, torch.nn.Linear], dict[str, torch.nn.Module]]:
+    """Return the linear layers, and the modules of experts that are stored in float8 with scales of blocks."""
+    layers = {name: x for name, x in model.named_modules() if isinstance(x, torch.nn.Linear)}
+    stored = {name: x for name, x in model.named_modules() if why_not_in_float8(x) is not None}
+    return layers, {name: x for name, x in stored.items() if name not in layers}
+
+
+def _by_default(
+    model: torch.nn.Module, layers: dict[str, torch.nn.Linear], experts: dict[str, torch.nn.Module]
+) -> dict[str, float]:
+    """Return the layers and experts that train in float8 by default, each with the fewest tokens for which that is worth its
+    casts.
 
     They are supported, and neither sensitive nor in the first or the last decoder layer.
     """
@@ -122,12 +143,19 @@ def _by_default(model: torch.nn.Module, layers: dict[str, torch.nn.Linear]) -> d
     for name, layer in chosen.items():
         group = _group_of(name, layer)
         largest[group] = max(layer.in_features * layer.out_features, largest.get(group, 0))
-    return {name: _LEAST_WORK / largest[_group_of(name, layer)] for name, layer in chosen.items()}
+    found = {name: _LEAST_WORK / largest[_group_of(name, layer)] for name, layer in chosen.items()}
+    # Experts would be dequantized, which takes longer than casts of any number of rows.
+    return found | {name: 0.0 for name in _inner(experts) if not _problem(model, name, experts[name])}
+
+
+def _numbers(names: Iterable[str]) -> dict[str, int]:
+    """Return the decoder layer of each module that is in one."""
+    return {name: int(found[1]) for name in names if (found := _LAYER.search(name))}
 
 
 def _inner(names: Iterable[str]) -> list[str]:
     """Return the names of modules that are neither in the first nor in the last decoder layer which has one."""
-    numbers = {name: int(found[1]) for name in names if (found := _LAYER.search(name))}
+    numbers = _numbers(names)
     ends = {min(numbers.values(), default=0), max(numbers.values(), default=0)}
     return [name for name, number in numbers.items() if number not in ends]
 

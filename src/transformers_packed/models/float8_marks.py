@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from ..ops.invariance import is_batch_invariant
+
 
 logger = logging.get_logger(__name__)
 
@@ -23,8 +25,8 @@ def is_in_float8(layer: Any, hidden_states: torch.Tensor) -> bool:
     fewest = vars(layer).get(MARK)
     if fewest is None or not layer.training or torch.compiler.is_compiling():
         return False
-    # Experts have no least number.
-    if not fewest or hidden_states.numel() >= fewest * layer.in_features:
+    # Experts have no least number. A document has the same bits in every row only if short rows run in float8 too.
+    if not fewest or is_batch_invariant() or hidden_states.numel() >= fewest * layer.in_features:
         return True
     # One line for all shapes of layers.
     logger.warning_once(

@@ -30,13 +30,17 @@ from .invariance import is_batch_invariant
 # Sizes of operands of products in float8 have to be multiples of this.
 MULTIPLE = 16
 DTYPE = torch.float8_e4m3fn
+# Of products with a scale for each row. Those of [`ops.float8_blocks`] have one kernel for any number of rows.
+VARIES = (
+    "is not batch invariant: PyTorch chooses the kernel of a product with a scale for each row by the number of rows"
+)
 _INFINITY = 0x7F800000
 
 
 def verify(rows: torch.Tensor, weight: Any, dtype: torch.dtype) -> str:
     """Whether products of `rows` and `weight` can run in float8 and return `dtype`."""
     if is_batch_invariant():
-        return "is not batch invariant: the kernel of a product in float8 depends on the number of rows"
+        return VARIES
     if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
         return f"needs weights with multiples of {MULTIPLE} as sizes, not {tuple(weight.shape)}"
     if not rows.is_cuda:

@@ -101,7 +101,6 @@ class Options(TrainingOptions):
             (self.mtp_only, ["cuda_graphs", "teacher"], "no mtp_only", frozen),
             (self.teacher is None, distills, "a teacher", "none"),
             (shares, ["cuda_graphs", "batch_invariant"], "sequence_parallel_size=1", size),
-            (self.float8, ["batch_invariant"], "no float8", "products whose kernel depends on the number of rows"),
         ):
             if wrong and (which := ", ".join(name for name in names if name in given | set(self.plan_options))):
                 raise input_error(f"{needed} with {which}", got, f"Pass {needed}, or remove {which}.")

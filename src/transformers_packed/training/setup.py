@@ -20,7 +20,7 @@ from ..models.checkpointing import read_options
 from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
 from ..models.families import LANGUAGE_MODELS, OWN, families_of, titles
 from ..models.family import Own
-from ..models.float8 import use_float8
+from ..models.float8 import check_invariance, use_float8
 from ..models.host_experts import names_in_host_memory
 from ..models.inputs import warn_of_rope
 from ..models.losses import trains_trunk
@@ -109,6 +109,7 @@ def _setup(
         prepare = [*prepare, patch_model, use_float8]
         line += "; layers train in float8"
     if facts.options.batch_invariant:
+        prepare = [*prepare, check_invariance]
         line += "; documents have the same bits in every row"
     if ours:
         # Small updates vanish in 16 bit.
