@@ -39,6 +39,7 @@ from pathlib import Path
 
 import torch
 from arms import ARMS, Arm, default_arms, prepare
+from graph_memory import free_in_pools
 from shapes import GROUPS, MODELS, group_of, model_flops, sample_lengths, with_layers
 
 from transformers_packed import batch_invariant
@@ -172,8 +173,7 @@ def run_arm(name: str, config: dict, lengths: list[int], args, warmup: int) -> d
         peak = torch.cuda.max_memory_allocated()
         if "+graphs" in name:
             # What graphs keep for their activations does not count as allocated.
-            torch.cuda.empty_cache()
-            peak += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            peak += free_in_pools(torch.cuda.memory_snapshot())
         entry["peak_GiB"] = round(peak / 2**30, 2)
         entry["peak_above_GiB"] = round((peak - held) / 2**30, 2)
     if args.profile:

@@ -19,7 +19,8 @@ compares the gradients of a row with those of the model that is not compiled:
 
     python benchmarks/whole_steps.py --model 4B --weights bfloat16 --lora --torch-compile --steps 50 --output compiled.json
 
-The time of a step is the mean of `--steps` steps after `--warmup` others. `--profile` adds a step under torch's profiler:
+The time of a step is the mean of `--steps` steps after `--warmup` others. The step needs `peak_GiB`, and beside it the
+`graphs_GiB` of CUDA graphs, which the allocator does not count. `--profile` adds a step under torch's profiler:
 the time of kernels, how much of the communication no computation covers, and how often the host waited for the GPU or copied
 something to it. With FSDP2, it also counts at how many addresses the weights of a layer lay in the steps: a CUDA graph would
 read those at one.
@@ -36,6 +37,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import DDPCommunicationHookType
 from arms import make_base, with_lora
+from graph_memory import memory_of_graphs
 from shapes import MODELS, model_flops, sample_lengths, with_layers
 from step import versions
 from torch.profiler import ProfilerActivity, profile
@@ -92,6 +94,7 @@ class Clock(TrainerCallback):
     def __init__(self, args):
         self.first, self.last, self.profiled = args.warmup, args.warmup + args.steps, args.profile
         self.times, self.losses, self.tokens, self.trace, self.peak = {}, [], [], None, 0
+        self.graphs = None
         self.addresses, self.frames = {}, {}
 
     def on_train_begin(self, *_, **__):
@@ -120,6 +123,8 @@ class Clock(TrainerCallback):
             self._note(state.global_step)
         if state.global_step == self.last and torch.cuda.is_available():
             self.peak, self.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            # Trainer ends graphs that it has chosen itself.
+            self.graphs = memory_of_graphs(kwargs["model"])
         if self.trace is not None:
             wait()
             self.trace.__exit__(None, None, None)
@@ -299,6 +304,8 @@ def measure(args, config: dict) -> dict:
         "tokens_per_second_per_gpu": round(tokens / seconds),
         "model_flops_utilization": round(flops / seconds / PEAK_FLOPS, 4),
         "peak_GiB": round(clock.peak / 2**30, 2),
+        # Beside the peak, which does not count it.
+        **({"graphs_GiB": clock.graphs} if clock.graphs is not None else {}),
         **({f"{on_host}_on_host_GiB": round(bytes_in_host_memory(model) / 2**30, 2)} if on_host else {}),
         **({"reserved_GiB": round(clock.reserved / 2**30, 2)} if clock.peak else {}),
         "first_step_seconds": round(clock.times[1] - clock.times[0], 2),

@@ -124,19 +124,6 @@ def train_again(model) -> None:
         model.for_training(use_gradient_checkpointing=getattr(model, "_unsloth_gradient_checkpointing", False))
 
 
-def memory_of_graphs(model) -> float | None:
-    """The GiB that the CUDA graphs of a model reserve, or `None` without graphs."""
-    import torch
-
-    from transformers_packed.models.cuda_graphs import find_text_models, records_graphs
-
-    if not any(records_graphs(text) for text in find_text_models(model)):
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return round((torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) / 2**30, 2)
-
-
 def kernels_of(args, trainer) -> dict:
     """What the tool itself says about its kernels."""
     found = {"attention": trainer.model.config._attn_implementation, "collator": type(trainer.data_collator).__name__}

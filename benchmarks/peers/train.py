@@ -63,7 +63,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from tools import is_mixture, kernels_of, liger_settings, load, make_checkpoint, memory_of_graphs, pack, train_again
+from tools import is_mixture, kernels_of, liger_settings, load, make_checkpoint, pack, train_again
 
 
 TOOLS = {
@@ -148,6 +148,7 @@ def make_trainer(args, model, tokenizer, samples, callback):
 def make_clock(args):
     """A callback that notes the end of each step without waiting for the GPU, and the losses."""
     import torch
+    from graph_memory import memory_of_graphs
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):

@@ -1,5 +1,7 @@
 """The fused ops of layers on a GPU, with the widths of released models: `make test-gpu`."""
 
+import itertools
+import statistics
 import unittest
 from functools import partial
 
@@ -227,3 +229,50 @@ class LargeTest(unittest.TestCase):
         error = max(errors(*results))
         report(f"linear_cross_entropy, {tokens} tokens of {vocab} logits in a chunk", against_small_chunks=error)
         self.assertLess(error, 1e-3)
+
+    def test_memory_of_a_short_row(self):
+        """The logits of a chunk take no more than the gradient of the weight in backward. The report has times, too."""
+        tokens, hidden, vocab = 4096, 1024, 248320
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        randn = partial(torch.randn, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+        rows, weight = randn(tokens, hidden).requires_grad_(), randn(vocab, hidden) / 32
+        labels = torch.randint(0, vocab, (tokens,), generator=generator, device=DEVICE)
+        peaks, times, results = {}, {}, {}
+        for trained, earlier in ((True, 3072), (False, 1536)):
+            leaves = [rows, weight.requires_grad_()] if trained else [rows]
+            weight.requires_grad_(trained)
+            for chunk_size in (None, earlier):
+
+                def step(leaves=leaves, chunk_size=chunk_size):
+                    # The number of targets is known, as in a model, so that the host does not wait.
+                    loss = linear_cross_entropy(rows, weight, labels, chunk_size=chunk_size, num_targets=tokens)
+                    return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+                case = trained, chunk_size
+                step()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                results[case] = [x.cpu() for x in step()]
+                peaks[case] = torch.cuda.max_memory_allocated() - before
+                events = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
+                for event in events:
+                    event.record()
+                    step()
+                torch.cuda.synchronize()
+                spans = [one.elapsed_time(other) for one, other in itertools.pairwise(events)]
+                times[case] = statistics.median(spans)
+            self.assertLess(max(errors(results[trained, None], results[trained, earlier])), 1e-2)
+            report(
+                f"linear_cross_entropy, {tokens} tokens, head {'trained' if trained else 'frozen'}",
+                **{
+                    f"{name}, GiB": peaks[trained, size] / 2**30
+                    for name, size in (("chunks", None), ("longer", earlier))
+                },
+                **{f"{name}, ms": times[trained, size] for name, size in (("chunks", None), ("longer", earlier))},
+            )
+        others = 6 * 2 * tokens * hidden + 2**26
+        self.assertLess(peaks[True, None], 6 * vocab * hidden + others)
+        self.assertLess(peaks[False, None], 2 * vocab * 1024 + others)
+        # 2,048 rows of logits less, and 512 of a frozen head.
+        self.assertGreater(peaks[True, 3072] - peaks[True, None], 0.9 * 2 * vocab * 2048)
+        self.assertGreater(peaks[False, 1536] - peaks[False, None], 0.9 * 2 * vocab * 512)

@@ -20,7 +20,7 @@ from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries, 
 from transformers_packed.boundaries import CHUNK_SIZE
 from transformers_packed.models import segments
 from transformers_packed.models.families import sizes_of
-from transformers_packed.models.memory import Lora, head_memory, layer_memory, segment_memory
+from transformers_packed.models.memory import Lora, head_memory, layer_memory, loss_memory, segment_memory
 from transformers_packed.models.sizes import Attention
 from transformers_packed.models.trunk_row import TrunkRow
 from transformers_packed.ops import dense_attention
@@ -169,6 +169,15 @@ class SavedTest(InterpretedKernelsTest):
         *_, saved = self.saved(config, mtp=True)
         expected = head_memory(sizes_of(config), TOKENS, 1, None, alone=True)[0] / TOKENS + 2 * config.hidden_size
         self.assertLess(abs(saved / expected - 1), 0.03)
+
+    def test_logits_of_a_short_row(self):
+        """They take no more than the gradient of a trained head in its dtype, up to four times as many tokens."""
+        sizes = sizes_of(Qwen3_5TextConfig(hidden_size=1024, vocab_size=50_000))
+        weight = 50_000 * 1024
+        for tokens, rows in ((2048, 1024), (4096, 1024), (8192, 2048), (16384, 3072)):
+            states = 8 * 1024 * tokens
+            self.assertEqual(loss_memory(sizes, tokens) - states, 4 * weight + 2 * 50_000 * rows)
+            self.assertEqual(loss_memory(sizes, tokens, True) - states, 2 * 50_000 * min(rows, 1536))
 
     @parameterized.expand(CONFIGS)
     def test_the_linear_layers_are_those_of_the_model(self, name):

@@ -9,7 +9,7 @@ from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
 from transformers_packed.ops import cross_entropy, linear_cross_entropy
-from transformers_packed.ops.cross_entropy import TargetCount, _torch_softmax_step, by_chunks
+from transformers_packed.ops.cross_entropy import TargetCount, _torch_softmax_step, by_chunks, rows_of_chunk
 
 
 def make(dtype=torch.float32, ignored=True):
@@ -152,10 +152,40 @@ class ChunksMixin:
 
 
 class DefaultChunksTest(unittest.TestCase):
-    def test_a_frozen_head_takes_smaller_chunks(self):
-        """Only a trained head adds up a gradient of its weight over the chunks."""
-        hidden, weight, bias, labels = make()
-        for trained, sizes in ((True, [6, 6, 1]), (False, [4, 4, 4, 1])):
+    """Chunks whose size no caller says."""
+
+    @parameterized.expand(
+        [
+            # Four chunks of a short row, but not of fewer than 1,024 rows or than columns of a trained weight.
+            (1, 1024, 1024, 1024),
+            (4096, 1024, 1024, 1024),
+            (4097, 1024, 1025, 1025),
+            (5000, 2560, 2560, 1250),
+            (8192, 1024, 2048, 1536),
+            # At most as many rows as in chunks of a long row.
+            (4096, 4096, 3072, 1024),
+            (16384, 1024, 3072, 1536),
+        ]
+    )
+    def test_rows(self, rows, hidden, trained, frozen):
+        found = [rows_of_chunk(rows, hidden, is_frozen) for is_frozen in (False, True)]
+        self.assertEqual(found, [trained, frozen])
+
+    @parameterized.expand(
+        [
+            ("long", 23, 1, [5, 5, 5, 5, 3], [4, 4, 4, 4, 4, 3]),
+            ("short", 9, 1, [3, 3, 3], [3, 3, 3]),
+            ("shorter", 3, 1, [2, 1], [2, 1]),
+            ("one", 1, 1, [1], [1]),
+            ("wide", 9, 5, [5, 4], [3, 3, 3]),
+        ]
+    )
+    def test_an_op_takes_them(self, _, tokens, columns, trained, frozen):
+        hidden, weight, bias, labels = make(ignored=False)
+        hidden, weight, labels = hidden[:tokens, :columns], weight[:, :columns].contiguous(), labels[:tokens]
+        for needed, sizes in ((True, trained), (False, frozen)):
+            leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+            leaves[1].requires_grad_(needed)
             rows = []
 
             def step(logits, labels, *args, rows=rows):
@@ -163,13 +193,31 @@ class DefaultChunksTest(unittest.TestCase):
                 return _torch_softmax_step(logits, labels, *args)
 
             with (
-                mock.patch.multiple(cross_entropy, CHUNK_SIZE=6, FROZEN_CHUNK_SIZE=4),
+                mock.patch.multiple(cross_entropy, CHUNK_SIZE=5, FROZEN_CHUNK_SIZE=4, LEAST_CHUNK_SIZE=2),
                 mock.patch.dict(cross_entropy.IMPLEMENTATIONS, by_chunks(cross_entropy._chunked, {}, (step,), None)),
             ):
-                linear_cross_entropy(
-                    hidden[:13], weight.requires_grad_(trained), labels[:13].clamp_min(0), impl="torch"
-                )
-            self.assertEqual(rows, sizes)
+                loss = linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2], impl="torch")
+                self.assertEqual(rows, sizes)
+                with torch.no_grad():
+                    again = linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2], impl="torch")
+            self.assertTrue(torch.equal(loss, again))
+            used = [x for x in leaves if x.requires_grad]
+            first, second = (torch.autograd.grad(loss, used, retain_graph=again) for again in (True, False))
+            exact = [x.detach().double().requires_grad_(x.requires_grad) for x in leaves]
+            expected = linear_cross_entropy(exact[0], exact[1], labels, exact[2], impl="reference")
+            wanted = torch.autograd.grad(expected, [x for x in exact if x.requires_grad])
+            for found in (first, second):
+                self.assertLess(max(errors((loss, *found), (expected, *wanted))), 3e-6)
+
+    def test_tokens_without_a_target_count_as_tokens(self):
+        """Their layers keep as much, and the host need not know the number of the others."""
+        hidden, weight, _, labels = make()
+        with (
+            mock.patch.object(cross_entropy, "rows_of_chunk", side_effect=rows_of_chunk) as asked,
+            torch.no_grad(),
+        ):
+            linear_cross_entropy(hidden[None], weight, labels[None])
+        asked.assert_called_once_with(TOKENS, weight.shape[1], True)
 
 
 class TorchChunksTest(ChunksMixin, unittest.TestCase):

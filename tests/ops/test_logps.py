@@ -1,5 +1,6 @@
 import unittest
 import weakref
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,7 @@ from common.heads import HIDDEN, TOKENS, VOCAB, head_inputs
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
-from transformers_packed.ops import linear_logps
+from transformers_packed.ops import cross_entropy, linear_logps
 
 
 # Rows of the hidden states: one for several targets, in any order, and some for none.
@@ -291,6 +292,20 @@ class ChunksMixin(LogpsMixin):
             products = [[(n, VOCAB), (n, HIDDEN)] + [(VOCAB, HIDDEN)] * trained for n in chunks]
             self.assertEqual(seen.products, sum(products, []))
             self.assertEqual(seen.elements, VOCAB * HIDDEN if trained else 4 * VOCAB)
+
+    @parameterized.expand([("trained", True, [9, 9]), ("frozen", False, [5, 5, 5, 3])])
+    def test_default_chunks(self, _, trained, sizes):
+        """Those of the cross-entropy, of as many rows of hidden states as are passed."""
+        hidden, weight, bias, targets = make()
+        hidden, weight, targets = hidden[:18, :9], weight[:, :9].contiguous(), targets[:18].clamp_min(0)
+        sized = mock.patch.multiple(cross_entropy, CHUNK_SIZE=12, FROZEN_CHUNK_SIZE=6, LEAST_CHUNK_SIZE=2)
+        leaves = hidden.contiguous().requires_grad_(), weight.requires_grad_(trained)
+        with sized, LargestTensor() as seen:
+            found = outputs_of(self.impl, leaves, targets)[0]
+        rows = [rows for rows, columns in seen.products if columns == VOCAB]
+        self.assertEqual(rows, sizes)
+        expected = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(found, expected)
 
     def test_same_gradient_takes_three_products(self):
         hidden, weight, _, targets = make(torch.bfloat16)

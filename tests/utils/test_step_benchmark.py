@@ -11,7 +11,9 @@ import arms
 import experts_layer
 import shapes
 import step
+import torch
 from common.commands import run_main
+from graph_memory import free_in_pools, memory_of_graphs
 from parameterized import parameterized
 from transformers import AutoConfig
 
@@ -73,6 +75,16 @@ class StepTest(unittest.TestCase):
         self.assertTrue(packed[0, 40:].equal(padded[1, :24]))
         self.assertTrue(packed[0, :40].equal(padded[0]))
         self.assertFalse(padded[1, 24:].any())
+
+
+class GraphMemoryTest(unittest.TestCase):
+    def test_gaps_of_other_segments_are_not_of_graphs(self):
+        sizes = [((0, 0), 100, 60), ((0, 1), 50, 20), ((0, 2), 8, 8), ([0, 1], 5, 0)]
+        names = "segment_pool_id", "total_size", "allocated_size"
+        self.assertEqual(free_in_pools(dict(zip(names, one, strict=True)) for one in sizes), 35)
+
+    def test_a_model_without_graphs(self):
+        self.assertIsNone(memory_of_graphs(torch.nn.Linear(1, 1)))
 
 
 class ShapesTest(unittest.TestCase):

@@ -17,7 +17,7 @@ import torch
 from ..boundaries import CHUNK_SIZE as RULE_CHUNK_SIZE
 from ..ops import convolution, dense_attention, earlier_keys
 from ..ops.backends import flash_qla
-from ..ops.cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE
+from ..ops.cross_entropy import rows_of_chunk
 from ..ops.recipes import WORTH_RECOMPUTING
 from ..ops.terms import PIECE
 from ..parallel.groups import attention_method
@@ -104,7 +104,7 @@ def loss_memory(sizes: Sizes, tokens: int, frozen: bool = False, stream: int = H
     """
     hidden, vocabulary = sizes.hidden, sizes.vocabulary
     # A chunk's logits. A trained head has its float32 gradient beside them and, later, that gradient in bfloat16.
-    head = HALF * vocabulary * min(tokens, FROZEN_CHUNK_SIZE if frozen else CHUNK_SIZE)
+    head = HALF * vocabulary * min(tokens, rows_of_chunk(tokens, hidden, frozen))
     if not frozen:
         head = max(head, HALF * vocabulary * hidden) + FULL * vocabulary * hidden
     if stream != HALF:

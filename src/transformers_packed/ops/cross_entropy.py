@@ -1,8 +1,8 @@
 """Cross entropy of a language modeling head without full logits: `mean over targets of -log softmax(h W^T + b)[y]`.
 
 With a vocabulary of 248,320 words, the logits of 16,384 tokens take 8 GiB in bfloat16 and 16 GiB in float32. Their
-gradient takes as much again. [`linear_cross_entropy`] drops tokens without a target and computes the logits of a few
-thousand tokens at a time. It overwrites each chunk with its gradient and computes the gradients of `h` and `W` before
+gradient takes as much again. [`linear_cross_entropy`] drops tokens without a target and computes the logits of one to
+three thousand tokens at a time. It overwrites each chunk with its gradient and computes the gradients of `h` and `W` before
 the next chunk. The backward only scales them. Memory holds one chunk of logits and the float32 gradient of `W`, which
 accumulates over the chunks.
 
@@ -26,10 +26,25 @@ from .dispatch import Call, Implementation, Setting, run
 from .norm import widened
 
 
-# Tokens per chunk of logits. In bfloat16, a chunk takes 1.4 GiB for a vocabulary of 248,320 words.
+# Most rows of a chunk of logits. In bfloat16, they take 1.4 GiB for a vocabulary of 248,320 words.
 CHUNK_SIZE = 3072
 # With a frozen head, no chunk reads and writes a gradient of its weight. Smaller chunks then take no longer.
 FROZEN_CHUNK_SIZE = 1536
+# Products of fewer rows would wait for the memory: each of them reads the weight, and perhaps reads and writes its gradient.
+LEAST_CHUNK_SIZE = 1024
+# The chunks of a row, unless it is so short or so long that the sizes above decide.
+_CHUNKS = 4
+
+
+def rows_of_chunk(rows: int, hidden: int, frozen: bool) -> int:
+    """Return how many of `rows` hidden states `[rows, hidden]` have logits at the same time, unless a caller says it.
+
+    Layers keep little for a short row, beside which a chunk of logits counts. The gradient of a trained head is in float32
+    during the chunks. The backward then makes one in the head's dtype beside it, which is as large as `hidden` rows of
+    logits. Chunks with fewer rows would not lower the peak.
+    """
+    least = LEAST_CHUNK_SIZE if frozen else max(LEAST_CHUNK_SIZE, hidden)
+    return min(FROZEN_CHUNK_SIZE if frozen else CHUNK_SIZE, max(least, -(-rows // _CHUNKS)))
 
 
 def linear_cross_entropy(
@@ -72,7 +87,8 @@ def linear_cross_entropy(
         return_losses (`bool`, *optional*, defaults to `False`):
             Also return the loss of each token, without its factor and without a gradient.
         chunk_size (`int`, *optional*):
-            Number of tokens per chunk of logits. Defaults to 3072, or to 1536 if the weight is frozen.
+            Number of tokens per chunk of logits. Defaults to a quarter of the tokens, but to at least 1024 or `hidden`, and
+            to at most 3072. If the weight is frozen, to at least 1024 and at most 1536.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"triton"` (chunks, with a kernel for the softmax), `"torch"` (chunks), or `"reference"` (all
             logits at once, in float32 or float64).
@@ -105,7 +121,7 @@ def linear_cross_entropy(
         expected = "hidden_states [..., hidden], weight [vocab, hidden] and labels [...]"
         raise input_error(expected, shapes(hidden_states, weight, labels))
     if chunk_size is None:
-        chunk_size = CHUNK_SIZE if weight.requires_grad else FROZEN_CHUNK_SIZE
+        chunk_size = rows_of_chunk(labels.numel(), weight.shape[1], not weight.requires_grad)
     if chunk_size < 1 or not 0 <= label_smoothing <= 1:
         got = f"{chunk_size} and {label_smoothing}"
         raise input_error("chunk_size of 1 or more and label_smoothing from 0 to 1", got)

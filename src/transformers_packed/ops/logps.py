@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from ..errors import input_error, shapes
 from .autograd import compute_dtype, first_order, retains_graph
-from .cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE, HeadGradients, by_chunks
+from .cross_entropy import HeadGradients, by_chunks, rows_of_chunk
 from .dispatch import run
 from .norm import widened
 
@@ -74,7 +74,7 @@ def linear_logps(
             the gradient of a trained head, which takes one matrix product less. The backward compares the gradients,
             which costs one host sync, and starts again if they differ. No effect with `rows`.
         chunk_size (`int`, *optional*):
-            Number of hidden rows per chunk of logits. Defaults to 3072, or to 1536 if the weight is frozen.
+            Number of hidden rows per chunk of logits. Defaults to that of [`linear_cross_entropy`] for so many rows.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"triton"` (chunks, with kernels for the softmax), `"torch"` (chunks), or `"reference"` (all
             logits at once).
@@ -107,7 +107,8 @@ def linear_logps(
     """
     _check(hidden_states, weight, targets, bias, rows)
     if chunk_size is None:
-        chunk_size = CHUNK_SIZE if weight.requires_grad else FROZEN_CHUNK_SIZE
+        hidden = weight.shape[1]
+        chunk_size = rows_of_chunk(hidden_states.numel() // hidden, hidden, not weight.requires_grad)
     if chunk_size < 1 or not temperature > 0:
         raise input_error("chunk_size of 1 or more and temperature above 0", f"{chunk_size} and {temperature}")
     options = {"temperature": float(temperature), "ignore_index": ignore_index, "same_gradient": same_gradient}
