@@ -171,6 +171,12 @@ class UnavailableTest(CommandsTest):
     def test_no_name_of_a_model(self, source):
         self.check("train", "the name is not valid on the Hub. Check the path.", source)
 
+    @parameterized.expand(["train", "memory", "audit", "doctor"])
+    def test_a_directory_without_a_configuration(self, name):
+        (self.root / "empty").mkdir(exist_ok=True)
+        _, err = self.call(name, self.root / "empty")
+        self.assertRegex(err, r": cannot read a (checkpoint|configuration) from .*: it has no config.json\n$")
+
 
 def without(part):
     return lambda weights: {name: x for name, x in weights.items() if part not in name}
@@ -227,6 +233,20 @@ class WeightsTest(CommandsTest):
             for name in ("train", "audit"):
                 named = f"all weights of Qwen3.*ForCausalLM and no others, got {source} with .*{message}.*save_pretrained.*"
                 self.check_refused(name, source, named)
+
+    @parameterized.expand(["train", "audit", "doctor"])
+    def test_a_file_that_is_cut_off(self, name):
+        path = self.root / "qwen3_5_text" / "model.safetensors"
+        content = path.read_bytes()
+        try:
+            path.write_bytes(content[: len(content) // 2])
+            _, err = self.call(name, path.parent)
+        finally:
+            path.write_bytes(content)
+        self.assertRegex(
+            err, f"expected complete safetensors files, got {path.parent}.*Download or save them again.\n$"
+        )
+        self.assertEqual(len(err.splitlines()), 1, err)
 
     def load(self, source):
         with registered():

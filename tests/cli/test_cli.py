@@ -166,6 +166,17 @@ class CommandLineTest(unittest.TestCase):
         end = "unrecognized arguments: --learning-rat 1e-4. Did you mean --learning-rate?\n"
         self.assertTrue(err.endswith(end), err)
 
+    def test_initials_are_no_option(self):
+        _, _, err = run_command("train", "--model=m", "--data=d", "--output=o", "--bs=4")
+        self.assertTrue(err.endswith("unrecognized arguments: --bs=4. Did you mean --batch-size?\n"), err)
+
+    @parameterized.expand(["model", "data", "output", "teacher"])
+    def test_an_empty_value(self, name):
+        given = {"model": "m", "data": "d", "output": "o", name: ""}
+        status, _, err = run_command("train", *(f"--{option}={value}" for option, value in given.items()))
+        self.assertEqual(status, 2)
+        self.assertTrue(err.endswith(f"error: argument --{name}: expected a value, got an empty one\n"), err)
+
     def test_version(self):
         self.assertEqual(run_command("--version"), (0, f"transformers-packed {__version__}\n", ""))
 
@@ -178,6 +189,7 @@ class CommandLineTest(unittest.TestCase):
             ),
             ("train", "Remove cuda_graphs=True.", "Remove --cuda-graphs."),
             ("train", 'Pass attn_implementation="sdpa".', "Pass --attn sdpa."),
+            ("train", 'Only "attn_implementation=sdpa" works.', 'Only "--attn sdpa" works.'),
             ("train", "--lora-rank needs --lora", "--lora-rank needs --lora"),
         ]
     )

@@ -18,8 +18,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     StrictDataclassError,
 )
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import find_adapter_config_file
+from transformers.utils import CONFIG_NAME, find_adapter_config_file
 
 from ..errors import count, input_error
 from ..models.mtp import HEAD_FILE
@@ -52,6 +53,7 @@ def load_config(option: str, source: str, trust_remote_code: bool, expected: str
     with reading(option, source, "configuration", expected):
         if Path(source).name == "config.json" and not Path(source).is_file():
             raise FileNotFoundError("file not found")
+        check_directory(source)
         # Transformers looks for code only in directories.
         source = directory_of(source) if Path(source).name == "config.json" else source
         try:
@@ -60,6 +62,12 @@ def load_config(option: str, source: str, trust_remote_code: bool, expected: str
             got = f"{source}: {' '.join(str(error).split()).rstrip('.')}"
             fix = "Correct config.json, or download it again."
             raise input_error("a valid configuration", got, fix, option=option) from error
+
+
+def check_directory(source: str) -> None:
+    """Raise a `FileNotFoundError` for a directory without a configuration. Transformers would name a missing key in it."""
+    if Path(source).is_dir() and not (Path(source) / CONFIG_NAME).is_file():
+        raise FileNotFoundError(f"it has no {CONFIG_NAME}")
 
 
 def load_tokenizer(option: str, source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -144,9 +152,12 @@ def has_own_code(error: ValueError) -> bool:
 
 @contextmanager
 def reading(option: str, source: str, what: str, expected: str = LOCAL_OR_HUB) -> Iterator[None]:
-    """Replace errors of Transformers: by an adapter without a model, a part that is not there, or code of the checkpoint."""
+    """Replace errors of Transformers: by an adapter without a model, a part that is absent or cut off, or code of the checkpoint."""
     try:
         yield
+    except SafetensorError as error:
+        got = f"{source} ({error})"
+        raise input_error("complete safetensors files", got, "Download or save them again.", option=option) from error
     except (OSError, ValueError) as error:
         _refuse_adapter(option, source)
         if isinstance(error, OSError):

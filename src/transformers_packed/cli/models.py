@@ -36,7 +36,7 @@ from ..models.releases import builds
 from ..models.versions import checkpointing_argument
 from ..ops.float8 import MULTIPLE, verify
 from ..ops.moe import MAX_RANK
-from .checkpoint import check_same_ids, has_own_code, load_weights, reading
+from .checkpoint import check_directory, check_same_ids, has_own_code, load_weights, reading
 from .early import check_packages
 from .lines import say
 
@@ -70,6 +70,7 @@ def supported_config(source: str, settings: Namespace | None = None, option: str
 
 
 def _supported_config(source: str, option: str) -> PreTrainedConfig:
+    check_directory(source)
     try:
         # Our classes need no code of the checkpoint.
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)

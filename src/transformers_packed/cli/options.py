@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [flag for action in self._actions for flag in action.option_strings]
-            close = [flag for word in unknown for flag in get_close_matches(word.partition("=")[0], known, 1, 0.8)]
+            close = [flag for word in unknown for flag in _meant(word.partition("=")[0], known)]
             advice = f". Did you mean {alternatives(close)}?" if close else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
         given = {action.dest: getattr(namespace, action.dest, None) for action in self._actions}
@@ -122,7 +122,7 @@ class Parser(argparse.ArgumentParser):
         for name, flag in flags.items():
             # `cuda_graphs=True`, `overlong="split"`, and names that are no words.
             message = re.sub(f"{_ALONE}{name}=True\\b", flag, message)
-            message = re.sub(f'{_ALONE}{name}="?([\\w-]+)"?', rf"{flag} \1", message)
+            message = re.sub(f'{_ALONE}{name}=("?)([\\w-]+)\\1', rf"{flag} \2", message)
             if "_" in name:
                 message = re.sub(rf"{_ALONE}{name}(?!\w|[/=(]|\.\w)", flag, message)
         return message
@@ -136,6 +136,12 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         told = action.default is None or action.default is False or "default:" in (action.help or "")
         return action.help if told else super()._get_help_string(action)
+
+
+def _meant(word: str, known: Sequence[str]) -> list[str]:
+    """The option of which `word` has the initials, as `--lr`, or else the most similar one."""
+    initials = [flag for flag in known if "--" + "".join(part[0] for part in flag.split("-") if part) == word]
+    return initials or get_close_matches(word, known, 1, 0.8)
 
 
 def dest(flag: str) -> str:
@@ -175,6 +181,18 @@ def positive_float(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return number
+
+
+def not_empty(text: str) -> str:
+    """The `type` of options for names and paths. An empty one, as of a shell variable that is not set, is the directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a value, got an empty one")
+    return text
+
+
+def output_folder(text: str) -> Path:
+    """The `type` of options for directories."""
+    return Path(not_empty(text))
 
 
 def output_file(text: str) -> Path:
@@ -231,13 +249,14 @@ _COUNT: dict[str, Any] = {"type": positive_int, "metavar": "N"}
 _SHARED: dict[str, dict[str, Any]] = {
     "--model": {
         "required": True,
+        "type": not_empty,
         "metavar": "PATH|NAME",
         "help": "checkpoint (directory or Hub)",
     },
-    "--data": {"required": True, "metavar": "FILE|NAME", "help": _DATA},
+    "--data": {"required": True, "type": not_empty, "metavar": "FILE|NAME", "help": _DATA},
     "--split": {"metavar": "NAME", "help": "split of the dataset (default: train)"},
     "--subset": {"metavar": "NAME", "help": "its configuration"},
-    "--tokenizer": {"metavar": "PATH|NAME", "help": "tokenizer (default: that of --model)"},
+    "--tokenizer": {"type": not_empty, "metavar": "PATH|NAME", "help": "tokenizer (default: that of --model)"},
     "--format": {
         "choices": ("messages", "prompt-completion", "text", "tokens"),
         "help": "record format (default: by column names)",

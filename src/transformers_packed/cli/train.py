@@ -16,7 +16,6 @@ import argparse
 import os
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 from ..errors import input_error
 from ..training.options import Options, TrainingOptions
@@ -29,6 +28,8 @@ from .options import (
     SAMPLES,
     Parser,
     dest,
+    not_empty,
+    output_folder,
     positive_float,
     positive_int,
     segment_tokens,
@@ -45,7 +46,7 @@ def add_options(parser: Parser) -> None:
     add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
     shared("--model", "--data")
     folder = "new or empty directory for the trained model"
-    add("--output", type=Path, required=True, metavar="DIR", help=folder)
+    add("--output", type=output_folder, required=True, metavar="DIR", help=folder)
     shared("--split", "--subset", "--format")
     longest = f"tokens to which samples are truncated (default: {LONGEST_SAMPLE}, or "
     count("--max-length", f"{longest}--row-length)")
@@ -73,7 +74,7 @@ def add_options(parser: Parser) -> None:
     head.add_argument("--mtp", action="store_true", help=both)
     shared("--mtp-only", to=head)
     teacher = "checkpoint with the same vocabulary, whose next-token distributions are also targets"
-    add("--teacher", metavar="PATH|NAME", help=teacher)
+    add("--teacher", type=not_empty, metavar="PATH|NAME", help=teacher)
     add("--teacher-in-host-memory", action="store_true", help="as --layers-in-host-memory, for the teacher")
     shared("--distill-weight", "--distill-beta", "--distill-temperature")
     shared("--cuda-graphs", "--attn")

@@ -22,11 +22,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
+from ..errors import input_error
 from .releases import COPIES, ORIGINAL, revision_of
 
 
@@ -83,8 +84,12 @@ def _may_be_of_another_revision(config: PreTrainedConfig, head: dict[str, Path])
 
 def tensors_of_head(path: Path) -> dict[str, Path]:
     """Return the file of each tensor of the head in a safetensors file, by name."""
-    with safe_open(path, "pt") as file:
-        return {name: path for name in file.keys() if name.startswith(PREFIX)}
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: path for name in file.keys() if name.startswith(PREFIX)}
+    except SafetensorError as error:
+        got = f"{path} ({error})"
+        raise input_error("complete safetensors files", got, "Download or save them again.") from error
 
 
 def read_tensors(files: Mapping[str, Path]) -> dict[str, torch.Tensor]:

@@ -92,6 +92,15 @@ class FilesTest(unittest.TestCase):
             ('[{"text": "a"}]\n{}', "data.json: expected a JSON array, got invalid JSON"),
             ('{"text": "a"}\n[1', "data.json, line 2: expected one JSON object per line, got invalid JSON"),
             ('{"text": "a"', "data.json, line 1: expected one JSON object per line, got invalid JSON"),
+            # The brace that is missing belongs to the line, and not to the next one.
+            (
+                '{"text": "a"}\n{"text": "a"\n{}\n',
+                r"line 2: .*got invalid JSON \(Expecting ',' delimiter: column 13\)\.",
+            ),
+            (
+                '[{"text": "a"},\n{"text"}]',
+                r"data.json: .*got invalid JSON \(Expecting ':' delimiter: line 2, column 8\)\.",
+            ),
         ]
     )
     def test_errors_of_json(self, content, message):

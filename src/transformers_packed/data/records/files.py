@@ -86,9 +86,15 @@ def _decoded(place: str, line: bytes, encoding: str = "utf-8") -> str:
 
 
 def _parsed(place: str, text: str, expected: str) -> Any:
+    text = text.rstrip()
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except json.JSONDecodeError as error:
+        # The place names the line of a record, and only the file of an array.
+        line = f"line {error.lineno}, " if "\n" in text else ""
+        got = f"invalid JSON ({error.msg}: {line}column {error.colno})"
+        raise input_error(expected, got, option=place) from None
+    except RecursionError as error:
         raise input_error(expected, f"invalid JSON ({error})", option=place) from None
 
 
