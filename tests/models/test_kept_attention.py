@@ -130,13 +130,13 @@ class KeptAttentionTest(unittest.TestCase):
         self.assertEqual(after["forward"], after["backward"] if kept else before["forward"])
         if has_room:
             (copies,) = model.host_checkpoints._copies.values()
-            # To the host and back, but for what was saved last: an input, or the output and the sums of attention.
-            self.assertEqual(copies.copies, 2 * copies.allocated - 1 - kept)
+            # To the host and back, but for what the last half takes: the input of its layer, and what the first half made.
+            self.assertEqual(copies.copies, 2 * copies.allocated - 2)
             # Kernels of attention return an output and the sums.
             inputs, outputs = len(model.model.layers), kept * 2 * after["backward"]
-            unasked = outputs if keep == "auto" else 0
-            self.assertEqual((len(copies.free), len(copies.free_unasked)), (inputs + outputs - unasked, unasked))
-            self.assertEqual(copies.allocated, inputs + outputs)
+            unasked = inputs + (outputs if keep == "auto" else 0)
+            self.assertEqual((len(copies.free), len(copies.free_unasked)), (2 * inputs + outputs - unasked, unasked))
+            self.assertEqual(copies.allocated, 2 * inputs + outputs)
 
     def test_inputs_have_the_memory_first(self):
         """Outputs of `"auto"` get what is left once the inputs of a row have their buffers, and give it back to longer rows."""
@@ -145,7 +145,7 @@ class KeptAttentionTest(unittest.TestCase):
         model.activation_checkpointing_enable({"keep_attention": "auto"}, offload="auto")
         layers, counts, allocated = len(model.model.layers), [], []
         # Buffers of short rows have 64 KiB, and inputs of long ones twice as much.
-        limit = (2 * layers + 1) << 16
+        limit = (3 * layers + 1) << 16
         with on_a_cpu(64), mock.patch.multiple(offload, LONG_DOCUMENT=0, free_host_memory=lambda: 2 * limit):
             for batch in (short, short, short, long, long):
                 with Attentions() as attentions:
@@ -160,8 +160,8 @@ class KeptAttentionTest(unittest.TestCase):
                 self.assertEqual(copies.bytes_unasked, sum(x.nbytes for x in copies.free_unasked))
         kernels = model.config.layer_types.count("full_attention")
         self.assertEqual(counts[:3], [2 * kernels, *[kernels] * 2])
-        # The output and the sums have buffers of their own, which are used again.
-        self.assertEqual(allocated[:3], [layers, *[layers + 2 * kernels] * 2])
+        # The output, the sums, and what first halves of layers make, have buffers of their own, which are used again.
+        self.assertEqual(allocated[:3], [layers, *[2 * layers + 2 * kernels] * 2])
 
     def test_the_check_before_the_first_step_is_no_first_row(self):
         """Its rows have small inputs, whose outputs are kept at once."""

@@ -10,6 +10,7 @@ import torch
 from ..errors import input_error
 from ..ops import offload
 from ..ops.kept_attention import keeping_attention
+from .halves import in_halves
 from .releases import arguments_of_layer, wrap_checkpoints
 from .segments import check_size, in_segments
 from .versions import check_checkpointing
@@ -73,6 +74,9 @@ def enable(model: torch.nn.Module, usual: Callable, options: Options) -> None:
         wrap_checkpoints(model, host)
         if options.keep_attention == _AUTO:
             wrap_checkpoints(model, partial(keep_long_attention, host))
+        # A user's contexts are for a whole layer.
+        if not (options.others.get("use_reentrant") or "context_fn" in options.others):
+            wrap_checkpoints(model, partial(in_halves, host))
     if options.segment_tokens is not None:
         wrap_checkpoints(model, partial(in_segments, options.segment_tokens))
 

@@ -82,7 +82,9 @@ class HostCheckpoints:
         """Bytes of the buffers for outputs that nobody asked for."""
         return sum(copies.bytes_unasked for copies in self._copies.values())
 
-    def __call__(self, checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, checkpoint: Callable, function: Callable, *args: Any, save: Callable | None = None, **kwargs: Any
+    ) -> Any:
         """Return `checkpoint(function, *args, **kwargs)`.
 
         Args:
@@ -90,32 +92,49 @@ class HostCheckpoints:
                 `torch.utils.checkpoint.checkpoint`, or a function like it.
             function (`Callable`):
                 Function that is computed again in backward.
+            save (`Callable`, *optional*):
+                Saves the arguments in place of [`save`], such as that of [`Halves`].
 
         Raises:
             `ValueError`: `function` writes into one of its arguments, which would then be of another state in backward.
             `MemoryError`: the host has no memory for the copies, which are not automatic.
         """
-        with saved_tensors_hooks(self.save, self.load):
+        with saved_tensors_hooks(save or self.save, self.load):
             return checkpoint(function, *args, **kwargs)
 
     def __reduce__(self):
         # A copy of the model has its own buffers.
         return HostCheckpoints, (_none,) if self.automatic else ()
 
-    def save(self, tensor: torch.Tensor, inside: bool = False, beside: bool = False, unasked: bool = False) -> Any:
+    def copies_of(self, tensor: torch.Tensor) -> "Copies | None":
+        """Return the copies of a tensor's device, or `None` if the tensor stays there."""
+        if not leaves(tensor, SMALLEST_UNASKED if self.automatic else _SMALLEST):
+            return None
+        if tensor.device not in self._copies:
+            self._copies[tensor.device] = Copies(tensor.device, self.needed)
+        return self._copies[tensor.device]
+
+    def save(
+        self,
+        tensor: torch.Tensor,
+        inside: bool = False,
+        beside: bool = False,
+        unasked: bool = False,
+        host: torch.Tensor | None = None,
+    ) -> Any:
         """Return what [`load`] takes: a tensor that leaves the GPU, or one that stays.
 
         `inside` says that the function that runs has made it, and needs it in backward after its own inputs. `beside` says
         that it comes from one kernel with the tensor that was saved last. Both leave the GPU at the next save then.
         `unasked` says that it can be computed again, so it takes no memory that inputs need, and may be changed.
+        `host` is a buffer that it has already.
         """
-        if not leaves(tensor, SMALLEST_UNASKED if self.automatic else _SMALLEST):
-            return _Kept(tensor, inside, unasked)
-        copies = self._copies.get(tensor.device)
+        copies = self.copies_of(tensor)
         if copies is None:
-            copies = self._copies[tensor.device] = Copies(tensor.device, self.needed)
+            return _Kept(tensor, inside, unasked)
         last = copies.last if beside else copies.let_leave(tensor.nbytes)
-        host = copies.take(tensor.nbytes, unasked)
+        if host is None:
+            host = copies.take(tensor.nbytes, unasked)
         if host is None:
             return _Kept(tensor, inside, unasked)
         return _Saved(tensor, copies, host, last, inside, beside, unasked)
@@ -184,6 +203,8 @@ class Copies:
         self.free_unasked, self.bytes_unasked = list[torch.Tensor](), 0
         self.most_unasked: float | None = None
         self.inputs_have_buffers = False
+        # Whether layers run in halves, which save a second tensor. `None` before the first one.
+        self.halves: bool | None = None
         # What was saved last, and the last input of a function.
         self.last: Callable[[], _Saved | None] = _nothing
         self.input: Callable[[], _Saved | None] = _nothing
@@ -222,7 +243,13 @@ class Copies:
         self.layers = None
         waited = sum(begun.elapsed_time(end) * _WAITS < end.elapsed_time(copied) for begun, copied, end in layers)
         assert self.needed is not None
-        if 2 * waited > len(layers) and self.bytes < _ROOM * self.room() - self.needed():
+        if 2 * waited <= len(layers) or self.bytes >= _ROOM * self.room() - self.needed():
+            return
+        if self.halves:
+            # Inputs alone are half of the copies, and may be worth it.
+            self.halves, self.layers = False, []
+            logger.warning_once("Layers are computed again as a whole, because more copies to the host take too long.")
+        else:
             self.most = 0
             logger.warning_once(
                 "Checkpoints stay on the GPU, because their copies to the host take longer than layers."
@@ -269,6 +296,19 @@ class Copies:
         # Pages cannot be empty.
         size = -(-max(size, 1) // step) * step
         return self.new_unasked(size) if unasked else self.new(size)
+
+    def take_for_half(self, size: int) -> torch.Tensor | None:
+        """Return a buffer for what the first half of a layer makes, or `None` if the layer has to run as a whole.
+
+        The input of the layer has at least as many bytes. It comes first, so its own buffer has to be there already.
+        """
+        has_input = not _inputs_first or any(buffer.nbytes >= size for buffer in self.free)
+        if self.halves is False or not has_input:
+            return None
+        buffer = self.take(size, unasked=True)
+        if buffer is not None:
+            self.halves = True
+        return buffer
 
     def new_unasked(self, size: int) -> torch.Tensor | None:
         """Return a new buffer for an output, or `None` where inputs may need the memory."""
@@ -390,6 +430,9 @@ class _Kept:
         assert self.tensor is not None
         return self.tensor
 
+    def share(self, tensor: torch.Tensor) -> None:
+        """Serve a second function too, which runs after the first one and takes the same `tensor`."""
+
     def is_changed(self) -> bool:
         """Whether somebody has written into the tensor."""
         return self.changed or (self.tensor is not None and self.tensor._version != self.version)
@@ -419,6 +462,8 @@ class _Saved(_Kept):
     ):
         super().__init__(tensor, inside, unasked)
         self.copies, self.loaded = copies, False
+        # How many functions take it, and how often their backwards have loaded it.
+        self.uses, self.loads = 1, 0
         # What leaves the device with it.
         self.beside = last if beside else _nothing
         # Attention returns tensors with the heads before the tokens, but not in memory.
@@ -438,14 +483,29 @@ class _Saved(_Kept):
     def load(self) -> torch.Tensor:
         """Return the tensor on the device, and start the copy of the one that is needed next."""
         self.check()
-        tensor, self.loaded = self.fetch(), True
+        tensor = self.fetch()
+        self.loads += 1
+        if self.loads % self.uses:
+            # The first function needs it next.
+            self.arrive()
+            return tensor
+        self.loaded = True
         self.leave()
         earlier = self.before()
         while earlier is not None and earlier.loaded:
             earlier = earlier.before()
-        if earlier is not None:
-            earlier.fetch()
+        # What has left together is needed together.
+        for other in () if earlier is None else (earlier, earlier.beside()):
+            if other is not None and not other.loaded:
+                other.fetch()
         return tensor
+
+    def share(self, tensor: torch.Tensor) -> None:
+        self.copies.let_leave(tensor.nbytes)
+        self.uses += 1
+        # Until the next save, so that a function that writes into it is found.
+        self.hold(tensor)
+        self.copies.last = weakref.ref(self)
 
     def fetch(self) -> torch.Tensor:
         """Return the tensor on the device, where it may not have arrived."""
@@ -460,11 +520,15 @@ class _Saved(_Kept):
         self.tensor, self.version, self.stream = tensor, tensor._version, self.copies.compute_stream()
 
     def leave(self) -> None:
-        """Give up the tensor on the device. What comes later on its stream, and on this one, waits for its copy."""
+        """Give up the tensor on the device."""
         if self.tensor is not None:
-            for stream in (self.stream, self.copies.compute_stream()):
-                stream.wait_event(self.copied)
+            self.arrive()
             self.tensor = None
+
+    def arrive(self) -> None:
+        """Let what comes later on the tensor's stream, and on this one, wait for its copy."""
+        for stream in (self.stream, self.copies.compute_stream()):
+            stream.wait_event(self.copied)
 
     def leave_unchanged(self) -> None:
         """Let it leave the device, and what was saved beside it. Raise a `ValueError` if somebody has changed one."""
