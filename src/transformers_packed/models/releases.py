@@ -207,10 +207,11 @@ def arguments_of_layer(function: Callable) -> dict[str, Any]:
     return dict(function.keywords) if isinstance(function, partial) else {}
 
 
-def forward_of_layer(function: Callable) -> tuple[Callable | None, Any]:
+def forward_of_layer(function: Callable) -> tuple[Callable | None, torch.nn.Module | None]:
     """Return the forward of a layer, and the layer, to which Transformers binds it for the checkpointing function."""
-    layer = function.args[0] if isinstance(function, partial) and len(function.args) == 1 else None
-    return (function.func, layer) if isinstance(layer, torch.nn.Module) else (None, None)
+    if isinstance(function, partial) and len(function.args) == 1 and isinstance(function.args[0], torch.nn.Module):
+        return function.func, function.args[0]
+    return None, None
 
 
 def fills_in_arguments(forward: Callable | None) -> bool:

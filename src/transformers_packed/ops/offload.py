@@ -213,7 +213,7 @@ class Copies:
         if needed is not None:
             self.most = self.share_of_host()
         # Of layers: when it began, when the copy of its input ended, and when the next one began.
-        self.layers: list[tuple[Any, Any, Any]] | None = None if needed is None else []
+        self.layers: list[tuple[Any, Any, Any]] | None = []
         self.begun: Any = None
 
     def share_of_host(self) -> float:
@@ -235,21 +235,21 @@ class Copies:
         return last
 
     def decide(self) -> None:
-        """End the copies if most layers have waited for them, and the device has room for what it gets back."""
+        """End copies that nobody asked for if most layers have waited, and the device has room for what it gets back."""
         layers = (self.layers or [])[:_LAYERS]
         # The host is ahead of the device.
         if len(layers) < _LAYERS or not all(event.query() for event in layers[-1]):
             return
         self.layers = None
         waited = sum(begun.elapsed_time(end) * _WAITS < end.elapsed_time(copied) for begun, copied, end in layers)
-        assert self.needed is not None
-        if 2 * waited <= len(layers) or self.bytes >= _ROOM * self.room() - self.needed():
+        needed = 0 if self.needed is None else self.needed()
+        if 2 * waited <= len(layers) or self.bytes >= _ROOM * self.room() - needed:
             return
         if self.halves:
             # Inputs alone are half of the copies, and may be worth it.
             self.halves, self.layers = False, []
             logger.warning_once("Layers are computed again as a whole, because more copies to the host take too long.")
-        else:
+        elif self.needed is not None:
             self.most = 0
             logger.warning_once(
                 "Checkpoints stay on the GPU, because their copies to the host take longer than layers."
