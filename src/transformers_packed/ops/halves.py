@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .autograd import detached
 from .offload import Copies, HostCheckpoints
 
 
@@ -45,7 +46,8 @@ class Halves:
             if self.saved is None:
                 self.saved = self.host.save(tensor)
             else:
-                self.saved.share(tensor)
+                # The output of the first half has its node, which keeps what that half has saved.
+                self.saved.share(detached(tensor))
             return self.saved
         if self.saved is None or self.host.copies_of(tensor) is not self.copies:
             return self.host.save(tensor)
