@@ -19,11 +19,13 @@ class Stream(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
+        ctx.save_for_backward(x)
         return x.sin(), x
 
     @staticmethod
     def backward(ctx, gradient, stream):
-        return stream
+        (x,) = ctx.saved_tensors
+        return stream + gradient * x.cos()
 
 
 def first(x):
@@ -279,6 +281,3 @@ class RoomTest(HalvesTestCase):
                 found.append(self.copies.copies - before)
                 before = self.copies.copies
         self.assertEqual(found, expected)
-
-
-del HalvesTestCase
