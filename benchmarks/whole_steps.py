@@ -31,6 +31,7 @@ import os
 import shlex
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -48,7 +49,9 @@ from transformers_packed import (
     keep_experts_in_host_memory,
     keep_layers_in_host_memory,
 )
-from transformers_packed.models.checkpointing import bytes_on_host
+from transformers_packed.foreign import swapped
+from transformers_packed.models import halves
+from transformers_packed.models.checkpointing import bytes_on_host, runs_in_halves
 from transformers_packed.models.host_experts import bytes_in_host_memory
 from transformers_packed.models.memory import on_host_of
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
@@ -213,6 +216,11 @@ def summary(trace) -> dict:
     }
 
 
+def whole_layers():
+    """Let no layer run in halves meanwhile, for which there is no option."""
+    return swapped(vars(halves), _can_run_in_halves=lambda function: False)
+
+
 def measure(args, config: dict) -> dict:
     set_seed(0)
     checkpointing, optimizer = checkpointing_argument(), OPTIMIZERS.get(args.optim)
@@ -283,7 +291,8 @@ def measure(args, config: dict) -> dict:
         trainer.accelerator.dataloader_config.non_blocking = False
     if args.profile and trainer.is_fsdp_enabled:
         model.get_decoder().layers[-1].register_forward_pre_hook(clock.note_addresses)
-    trainer.train()
+    with whole_layers() if args.whole_layers else nullcontext():
+        trainer.train()
     seconds = (clock.times[clock.last] - clock.times[clock.first]) / args.steps
     lengths = lengths_of(args)
     # Rows are not quite full.
@@ -307,6 +316,7 @@ def measure(args, config: dict) -> dict:
     if args.checkpointing:
         host = bytes_on_host(model)
         found |= {"offload": host > 0, "host_GiB": round(host / 2**30, 2)}
+        found |= {"halves": True} if runs_in_halves(model) else {}
     if args.torch_compile:
         found |= compiled_and_not(trainer, clock)
     if clock.trace is not None:
@@ -333,6 +343,7 @@ def main() -> int:
     parser.add_argument("--offload", action=argparse.BooleanOptionalAction, help=offload)
     kept = "do not recompute attention (default: PackedTrainer decides)"
     parser.add_argument("--keep-attention", action=argparse.BooleanOptionalAction, help=kept)
+    parser.add_argument("--whole-layers", action="store_true", help="with offload, run no layer in halves, to compare")
     parser.add_argument("--segment-tokens", type=int, metavar="N", help="let layers compute segments of N tokens")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers and experts")
     parser.add_argument("--linear", action="store_true", help="with --lora, none on experts")

@@ -25,7 +25,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 
 from transformers_packed import add_mtp, keep_layers_in_host_memory, patch_model, use_float8
 from transformers_packed.models import halves
-from transformers_packed.models.checkpointing import bytes_on_host
+from transformers_packed.models.checkpointing import bytes_on_host, runs_in_halves
 from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops import implementations_used, offload
@@ -235,12 +235,19 @@ class HalvesTest(HalvesTestCase):
             torch.testing.assert_close(x, expected[0][name] + expected[1][name], rtol=1e-4, atol=1e-6)
         self.assertEqual(self.ran, [True] * 6)
 
-    def test_the_first_row_runs_as_a_whole(self):
+    @parameterized.expand([(4, True), (3, False)])
+    def test_the_first_row_has_to_leave_room_for_inputs(self, buffers, at_once):
+        """The inputs of both layers, and as many tensors more."""
         model, batch = patch_model(builtin_model("qwen3_5")).train(), packed_batch(documents()) | {"use_cache": False}
-        self.enable(model)
-        for _ in range(2):
-            gradients(model, model(**batch).loss)
-        self.assertEqual(self.ran, [False, False, True, True])
+        for offload_ in (True, "auto") if at_once else ("auto",):
+            self.ran.clear()
+            with mock.patch.object(offload, "free_host_memory", lambda: 2 * buffers << 16):
+                self.enable(model, offload=offload_)
+                for _ in range(2):
+                    gradients(model, model(**batch).loss)
+            self.assertEqual(self.ran, [at_once] * 2 + [True, at_once])
+            self.assertTrue(runs_in_halves(model))
+            del model.host_checkpoints
 
     def test_no_room(self):
         """No tensor more is on the device."""

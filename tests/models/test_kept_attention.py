@@ -161,7 +161,7 @@ class KeptAttentionTest(unittest.TestCase):
         kernels = model.config.layer_types.count("full_attention")
         self.assertEqual(counts[:3], [2 * kernels, *[kernels] * 2])
         # The output, the sums, and what first halves of layers make, have buffers of their own, which are used again.
-        self.assertEqual(allocated[:3], [layers, *[2 * layers + 2 * kernels] * 2])
+        self.assertEqual(allocated[:3], [2 * layers, *[2 * layers + 2 * kernels] * 2])
 
     def test_the_check_before_the_first_step_is_no_first_row(self):
         """Its rows have small inputs, whose outputs are kept at once."""

@@ -238,6 +238,15 @@ class RoomTest(HalvesTestCase):
         self.assertEqual([all(step) for step in steps], [False, True, False, True, True])
         self.assertEqual([any(step) for step in steps], [False, True, False, True, True])
 
+    def test_room_for_a_whole_row(self):
+        """Rows of a length that is new run in halves too if the host has room for all of their tensors."""
+        self.host.layers = 4
+        for free, expected in ((2 * 8 << 16, [4, 4, 0, 0]), (2 * 40 << 18, [4, 4, 4, 4])):
+            with mock.patch.object(offload, "free_host_memory", lambda free=free: free):
+                self.host = offload.HostCheckpoints(lambda: 0)
+                self.host.layers = 4
+                self.assertEqual([sum(self.step(size)) for size in (8, 8, 1 << 18, 1 << 18)], expected)
+
     def test_two_rows_before_a_backward(self):
         self.step()
         self.ran.clear()

@@ -54,6 +54,6 @@ class OffloadTest(unittest.TestCase):
     @parameterized.expand([("ddp", False), ("fsdp2", True), ("fsdp2_resharded", False), ("parts", True)])
     def test_changes_no_bit(self, kind, lora):
         for copies in run_once(run, 2, kind, lora):
-            # Of each layer to the host and back, but for the last one. The second step has halves, which save two tensors.
+            # Of each layer two tensors to the host and back, but for those of the last one, in two steps.
             layers = builtin_model("qwen3_5").config.num_hidden_layers
-            self.assertEqual(copies, 3 * (2 * layers - 1))
+            self.assertEqual(copies, 2 * 2 * (2 * layers - 1))

@@ -37,7 +37,7 @@ class Halves:
     def of(cls, host: HostCheckpoints, given: torch.Tensor) -> "Halves | None":
         """Return the halves of a layer with this input, or `None` if the host has no room for a second tensor like it."""
         copies = host.copies_of(given)
-        room = None if copies is None else copies.take_for_half(given.nbytes)
+        room = None if copies is None else copies.take_for_half(given.nbytes, host.layers)
         return None if copies is None or room is None else cls(host, copies, given, room)
 
     def save(self, tensor: torch.Tensor) -> Any:

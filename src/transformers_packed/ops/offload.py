@@ -67,6 +67,8 @@ class HostCheckpoints:
 
     def __init__(self, needed: Callable[[], int] | None = None) -> None:
         self.needed, self._copies = needed, dict[torch.device, Copies]()
+        # How many functions a step runs, or 0 if nobody knows.
+        self.layers = 0
 
     @property
     def automatic(self) -> bool:
@@ -76,6 +78,11 @@ class HostCheckpoints:
     def bytes(self) -> int:
         """Bytes of all buffers."""
         return sum(copies.bytes for copies in self._copies.values())
+
+    @property
+    def halves(self) -> bool:
+        """Whether layers run in halves."""
+        return any(copies.halves for copies in self._copies.values())
 
     @property
     def bytes_unasked(self) -> int:
@@ -278,10 +285,11 @@ class Copies:
             target.copy_(source, non_blocking=True)
             return self.stream.record_event(self.timer())
 
-    def take(self, size: int, unasked: bool = False) -> torch.Tensor | None:
+    def take(self, size: int, unasked: bool = False, in_time: bool = False) -> torch.Tensor | None:
         """Return a buffer of at least `size` bytes. A free one that is too small makes room for a new one.
 
         Automatic copies, and outputs that nobody asked for, get `None` if the tensor stays on the device.
+        `in_time` says that inputs do not need the memory of such an output.
         """
         if not self.most:
             self.free.clear()
@@ -292,28 +300,30 @@ class Copies:
         fitting = [at for at, buffer in enumerate(free) if buffer.nbytes >= size]
         if fitting:
             return free.pop(min(fitting, key=lambda at: free[at].nbytes))
-        step = max(1 << 16, 1 << max(size.bit_length() - 5, 0))
-        # Pages cannot be empty.
-        size = -(-max(size, 1) // step) * step
-        return self.new_unasked(size) if unasked else self.new(size)
+        if not unasked:
+            return self.new(_whole_pages(size))
+        in_time = in_time or self.inputs_have_buffers or not _inputs_first
+        return self.new_unasked(_whole_pages(size)) if in_time else None
 
-    def take_for_half(self, size: int) -> torch.Tensor | None:
+    def take_for_half(self, size: int, layers: int) -> torch.Tensor | None:
         """Return a buffer for what the first half of a layer makes, or `None` if the layer has to run as a whole.
 
-        The input of the layer has at least as many bytes. It comes first, so its own buffer has to be there already.
+        The input of the layer has at least as many bytes. It comes first, so its own buffer has to be there already, or
+        there has to be room for two tensors of each of the step's layers.
         """
-        has_input = not _inputs_first or any(buffer.nbytes >= size for buffer in self.free)
-        if self.halves is False or not has_input:
+        if self.halves is False:
             return None
-        buffer = self.take(size, unasked=True)
+        if _inputs_first and not any(buffer.nbytes >= size for buffer in self.free):
+            room = min(self.most - self.bytes, self.share_of_host())
+            if not layers or 2 * layers * _whole_pages(size) - self.bytes > room:
+                return None
+        buffer = self.take(size, unasked=True, in_time=True)
         if buffer is not None:
             self.halves = True
         return buffer
 
     def new_unasked(self, size: int) -> torch.Tensor | None:
-        """Return a new buffer for an output, or `None` where inputs may need the memory."""
-        if _inputs_first and not self.inputs_have_buffers:
-            return None
+        """Return a new buffer for an output, or `None` if there is no room."""
         if self.most_unasked is None:
             self.most_unasked = self.share_of_host()
         if self.free_unasked:
@@ -382,6 +392,12 @@ class Copies:
         """Let pages that the copies of another device have pinned be freed only after those of this one."""
         # What was registered last is called first.
         weakref.finalize(pages, self.stream.synchronize).atexit = False
+
+
+def _whole_pages(size: int) -> int:
+    """Bytes of the buffer of a tensor, which cannot be empty, and serves slightly larger ones too."""
+    step = max(1 << 16, 1 << max(size.bit_length() - 5, 0))
+    return -(-max(size, 1) // step) * step
 
 
 def new_pages(size: int) -> torch.Tensor:
