@@ -138,6 +138,7 @@ def computed(file, run):
         2 if spread == "EP" else 1,
         "kept" in words,
         run.get("segment_tokens"),
+        run.get("halves", False),
     )
     kept = ", attention kept" if "kept" in words else ""
     kept += f", segments of {run['segment_tokens']:,}" if run.get("segment_tokens") else ""
