@@ -28,7 +28,7 @@ from transformers_packed.models import halves
 from transformers_packed.models.checkpointing import bytes_on_host, runs_in_halves
 from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.versions import can_select_checkpoints
-from transformers_packed.ops import implementations_used, offload
+from transformers_packed.ops import host_memory, implementations_used, offload
 
 
 FAMILIES = [family for family in (*BUILTINS, *OTHERS) if family != "qwen4_exp"]
@@ -242,7 +242,7 @@ class HalvesTest(HalvesTestCase):
         model, batch = patch_model(builtin_model("qwen3_5")).train(), packed_batch(documents()) | {"use_cache": False}
         for offload_ in (True, "auto") if at_once else ("auto",):
             self.ran.clear()
-            with mock.patch.object(offload, "free_host_memory", lambda: 2 * buffers << 16):
+            with mock.patch.object(host_memory, "free_host_memory", lambda: 2 * buffers << 16):
                 self.enable(model, offload=offload_)
                 for _ in range(2):
                     gradients(model, model(**batch).loss)
@@ -254,7 +254,7 @@ class HalvesTest(HalvesTestCase):
         """No tensor more is on the device."""
         model, batch = patch_model(builtin_model("qwen3_5")).train(), packed_batch(documents()) | {"use_cache": False}
         saved = []
-        with mock.patch.object(offload, "free_host_memory", lambda: 0):
+        with mock.patch.object(host_memory, "free_host_memory", lambda: 0):
             self.enable(model, offload="auto")
             for whole in (True, False):
                 loss = model(**batch).loss if whole else self.enterContext(self.at_once()) or model(**batch).loss

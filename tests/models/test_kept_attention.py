@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers_packed import SequenceBoundaries, patch_model
 from transformers_packed.models.checkpointing import keep_long_attention
 from transformers_packed.models.versions import can_select_checkpoints
-from transformers_packed.ops import offload
+from transformers_packed.ops import host_memory, offload
 from transformers_packed.ops.kept_attention import keeping_attention
 from transformers_packed.parallel import RowShard
 
@@ -121,9 +121,9 @@ class KeptAttentionTest(unittest.TestCase):
         """`"auto"` keeps attention of long documents, where the host has room."""
         model, batch = patch_model(builtin_model("qwen3_5")).train(), packed_batch(documents()) | {"use_cache": False}
         expected, before = self.run_with(model, {"use_reentrant": False}, batch)
-        room = {} if has_room else {"free_host_memory": lambda: 0}
-        changed = {"LONG_DOCUMENT": long_document, "_inputs_first": False, **room}
-        with on_a_cpu(64), mock.patch.multiple(offload, **changed):
+        free = host_memory.free_host_memory if has_room else lambda: 0
+        changed = mock.patch.multiple(offload, LONG_DOCUMENT=long_document, _inputs_first=False)
+        with on_a_cpu(64), changed, mock.patch.object(host_memory, "free_host_memory", free):
             actual, after = self.run_with(model, {"keep_attention": keep}, batch, offload=has_room or "auto")
         self.assertEqual([name for name in expected if not torch.equal(actual[name], expected[name])], [])
         kept = has_room and long_document < 100
@@ -146,7 +146,8 @@ class KeptAttentionTest(unittest.TestCase):
         layers, counts, allocated = len(model.model.layers), [], []
         # Buffers of short rows have 64 KiB, and inputs of long ones twice as much.
         limit = (2 * layers + 1) << 16
-        with on_a_cpu(64), mock.patch.multiple(offload, LONG_DOCUMENT=0, free_host_memory=lambda: 2 * limit):
+        room = mock.patch.object(host_memory, "free_host_memory", lambda: 2 * limit)
+        with on_a_cpu(64), mock.patch.object(offload, "LONG_DOCUMENT", 0), room:
             for batch in (short, short, short, long, long):
                 with Attentions() as attentions:
                     gradients(model, model(**batch).loss)

@@ -10,7 +10,7 @@ from common.late_copies import LateCopies, on_a_cpu
 from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from transformers_packed.ops import offload
+from transformers_packed.ops import host_memory, offload
 from transformers_packed.ops.halves import Halves, is_alias
 
 
@@ -242,7 +242,7 @@ class RoomTest(HalvesTestCase):
         """Rows of a length that is new run in halves too if the host has room for all of their tensors."""
         self.host.layers = 4
         for free, expected in ((2 * 8 << 16, [4, 4, 0, 0]), (2 * 40 << 18, [4, 4, 4, 4])):
-            with mock.patch.object(offload, "free_host_memory", lambda free=free: free):
+            with mock.patch.object(host_memory, "free_host_memory", lambda free=free: free):
                 self.host = offload.HostCheckpoints(lambda: 0)
                 self.host.layers = 4
                 self.assertEqual([sum(self.step(size)) for size in (8, 8, 1 << 18, 1 << 18)], expected)
@@ -261,7 +261,7 @@ class RoomTest(HalvesTestCase):
     def test_limits(self, buffers):
         """Halves take what is left."""
         free = 2 * buffers << 16
-        with mock.patch.object(offload, "free_host_memory", lambda: free):
+        with mock.patch.object(host_memory, "free_host_memory", lambda: free):
             self.host = offload.HostCheckpoints(lambda: 0)
             found = [self.step() for _ in range(3)]
         self.assertEqual([sum(step) for step in found], [0, buffers - 4, buffers - 4])

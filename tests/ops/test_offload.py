@@ -17,7 +17,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 
 from transformers_packed import patch_model
 from transformers_packed.models.versions import can_select_checkpoints
-from transformers_packed.ops import offload
+from transformers_packed.ops import host_memory, offload
 
 
 def on_host(functions) -> list[bool]:
@@ -159,7 +159,7 @@ class AutomaticTest(SavedTest):
     FREE = 1 << 40
 
     def setUp(self):
-        self.enterContext(mock.patch.object(offload, "free_host_memory", lambda: self.FREE))
+        self.enterContext(mock.patch.object(host_memory, "free_host_memory", lambda: self.FREE))
         self.warned = self.enterContext(mock.patch.object(offload.logger, "warning_once"))
         super().setUp()
         self.needed = 0
@@ -186,7 +186,7 @@ class AutomaticTest(SavedTest):
     @parameterized.expand([(1, 3), (2, 1)])
     def test_half_of_the_memory_of_the_host(self, processes, buffers):
         size = 1 << 16
-        with mock.patch.object(offload, "free_host_memory", lambda: 7 * size):
+        with mock.patch.object(host_memory, "free_host_memory", lambda: 7 * size):
             with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE=str(processes)):
                 self.assertEqual(self.step(), 2 * buffers)
         self.assertEqual((self.copies.allocated, self.host.bytes), (buffers, buffers * size))
@@ -231,7 +231,7 @@ class AutomaticTest(SavedTest):
 
 class LimitTest(unittest.TestCase):
     def setUp(self):
-        self.enterContext(mock.patch.object(offload, "free_host_memory", lambda: 20 << 20))
+        self.enterContext(mock.patch.object(host_memory, "free_host_memory", lambda: 20 << 20))
         self.enterContext(mock.patch.object(offload.logger, "warning_once"))
         self.pool = LateCopies(torch.device("cpu"), lambda: 0)
 
@@ -262,10 +262,10 @@ class HostMemoryTest(unittest.TestCase):
                 path.write_text(text)
             available = mock.Mock(return_value=mock.Mock(available=64 * self.GIB))
             with (
-                mock.patch.object(offload, "_GROUPS", Path(folder)),
-                mock.patch.object(offload.psutil, "virtual_memory", available),
+                mock.patch.object(host_memory, "_GROUPS", Path(folder)),
+                mock.patch.object(host_memory.psutil, "virtual_memory", available),
             ):
-                return offload.free_host_memory() / self.GIB
+                return host_memory.free_host_memory() / self.GIB
 
     def test_limits_of_containers(self):
         stat = f"anon {3 * self.GIB}\ninactive_file {4 * self.GIB}\nactive_file {self.GIB}\nfile {9 * self.GIB}\n"
@@ -286,7 +286,7 @@ class BuffersTest(unittest.TestCase):
         """Whole pages of the host's memory, whatever the default device is, and not for longer than their buffer."""
         cudart = mock.Mock(**{"cudaHostRegister.return_value": 0})
         self.enterContext(mock.patch.object(LateCopies, "pin", offload.Copies.pin))
-        with mock.patch.object(offload, "_cudart", lambda: cudart), torch.device("meta"):
+        with mock.patch.object(host_memory, "_cudart", lambda: cudart), torch.device("meta"):
             buffers = [offload.Copies.allocate(self.pool, 1 << 16) for _ in range(3)]
             for buffer, call in zip(buffers, cudart.cudaHostRegister.call_args_list, strict=True):
                 self.assertEqual((buffer.device.type, buffer.nbytes, buffer.data_ptr() % 4096), ("cpu", 1 << 16, 0))

@@ -15,7 +15,7 @@ import torch
 from common.processes import TIMEOUT, error_of, run_processes, start_process
 from torch import distributed
 
-from transformers_packed.ops import offload
+from transformers_packed.ops import host_memory
 from transformers_packed.ops.host_weights import HostTensors
 from transformers_packed.parallel import host_pages
 from transformers_packed.parallel.host_pages import shared_pages
@@ -28,7 +28,7 @@ LISTS, SIZE = 8, 16 * MIB
 
 def tensors_of(number: int, size: int = MIB) -> list[torch.Tensor]:
     """Tensors of `size` and of 4 bytes, in pages which the system gets back as soon as they are freed."""
-    large = offload.new_pages(size).view(torch.bfloat16)
+    large = host_memory.new_pages(size).view(torch.bfloat16)
     return [large.fill_(number + 0.5), torch.tensor([number, -1], dtype=torch.int16)]
 
 

@@ -18,7 +18,8 @@ from ..models.checkpoint_kinds import stored_as
 from ..models.families import sizes_of
 from ..models.memory import HALF, WIDTHS, Lora, on_host_of
 from ..models.optimizers import OPTIMIZERS, dtype_of_weights
-from ..ops.offload import SMALLEST_UNASKED, free_device_memory
+from ..ops.host_memory import free_device_memory
+from ..ops.offload import SMALLEST_UNASKED
 from ..training.kernels import Needs
 from .lines import say
 from .options import AUTO

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import offload
+from . import host_memory, offload
 
 
 # Copies tensors into pages of host memory. The first are those that are copied to devices, the second those of the tensors.
@@ -261,7 +261,7 @@ class _Copy:
 
 def own_pages(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy tensors into pages of their own."""
-    pages = filled(offload.new_pages(max(bytes_of(tensors), 1)), tensors)
+    pages = filled(host_memory.new_pages(max(bytes_of(tensors), 1)), tensors)
     return pages, pages
 
 

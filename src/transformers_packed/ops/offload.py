@@ -16,22 +16,20 @@ copies take longer than layers, and if the buffers would take too much of the ho
 """
 
 import math
-import mmap
 import os
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
-import psutil
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.utils import logging
 
 from ..errors import input_error
 from ..foreign import swapped
+from . import host_memory
 
 
 logger = logging.get_logger(__name__)
@@ -48,8 +46,6 @@ _inputs_first = True
 _SHARE = 0.5
 # How many layers tell whether copies take longer than layers, and the share of its time that such a layer waits.
 _LAYERS, _WAITS = 64, 0.05
-# The control groups of this process, in a container its own ones.
-_GROUPS = Path("/sys/fs/cgroup")
 # The part of the free memory of the GPU that may be filled again.
 _ROOM = 0.8
 
@@ -176,26 +172,6 @@ def all_checkpoints() -> AbstractContextManager:
     return swapped(globals(), _SMALLEST=0, SMALLEST_UNASKED=0, LONG_DOCUMENT=0, _inputs_first=False)
 
 
-def free_device_memory(device: torch.device) -> int:
-    """Return the bytes of a GPU that are free, or reserved by this process and not allocated."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
-
-
-def free_host_memory() -> int:
-    """Return the bytes of host memory that are free, within the limit of the container."""
-    free = psutil.virtual_memory().available
-    # Control groups of version 2 and 1. Files in memory count as used there, and make room.
-    for folder, most, used in (("", "max", "current"), ("memory", "limit_in_bytes", "usage_in_bytes")):
-        group = _GROUPS / folder
-        with suppress(OSError, ValueError, KeyError):
-            limit, now = (int((group / f"memory.{name}").read_text()) for name in (most, used))
-            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            files = int(counts["inactive_file"]) + int(counts["active_file"])
-            free = min(free, max(limit - now, 0) + files)
-    return free
-
-
 class Copies:
     """Copies between a device and buffers of pinned memory, in order, and the tensor that was saved last.
 
@@ -220,12 +196,12 @@ class Copies:
         if needed is not None:
             self.most = self.share_of_host()
         # Of layers: when it began, when the copy of its input ended, and when the next one began.
-        self.layers: list[tuple[Any, Any, Any]] | None = []
+        self.layers: list[tuple[Any, Any, Any]] | None = None if needed is None else []
         self.begun: Any = None
 
     def share_of_host(self) -> float:
         """Bytes of the free memory of the host that this process may take unasked."""
-        return _SHARE * free_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return _SHARE * host_memory.free_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     def let_leave(self, size: int) -> "Callable[[], _Saved | None]":
         """Let the tensor that was saved last leave the device, before one of `size` bytes is saved. Return the former."""
@@ -264,7 +240,7 @@ class Copies:
 
     def room(self) -> int:
         """Bytes of the device that are free, or reserved and not used."""
-        return free_device_memory(self.device)
+        return host_memory.free_device_memory(self.device)
 
     def now(self) -> Any:
         """Return an event of the compute stream."""
@@ -301,9 +277,9 @@ class Copies:
         if fitting:
             return free.pop(min(fitting, key=lambda at: free[at].nbytes))
         if not unasked:
-            return self.new(_whole_pages(size))
+            return self.new(host_memory.whole_pages(size))
         in_time = in_time or self.inputs_have_buffers or not _inputs_first
-        return self.new_unasked(_whole_pages(size)) if in_time else None
+        return self.new_unasked(host_memory.whole_pages(size)) if in_time else None
 
     def take_for_half(self, size: int, layers: int) -> torch.Tensor | None:
         """Return a buffer for what the first half of a layer makes, or `None` if the layer has to run as a whole.
@@ -315,11 +291,12 @@ class Copies:
             return None
         if _inputs_first and not any(buffer.nbytes >= size for buffer in self.free):
             room = min(self.most - self.bytes, self.share_of_host())
-            if not layers or 2 * layers * _whole_pages(size) - self.bytes > room:
+            if not layers or 2 * layers * host_memory.whole_pages(size) - self.bytes > room:
                 return None
         buffer = self.take(size, unasked=True, in_time=True)
-        if buffer is not None:
-            self.halves = True
+        if buffer is not None and self.halves is None:
+            # More copies than before are measured, and may be given up, although somebody asked for those of inputs.
+            self.halves, self.layers = True, []
         return buffer
 
     def new_unasked(self, size: int) -> torch.Tensor | None:
@@ -372,54 +349,19 @@ class Copies:
 
     def allocate(self, size: int) -> torch.Tensor:
         """Return a new buffer of pinned memory."""
-        buffer = new_pages(size)
+        buffer = host_memory.new_pages(size)
         fix = "Use shorter rows, checkpoint fewer layers with every_n_layers, or leave offload out."
         self.pin(buffer, "offload", fix)
         return buffer
 
     def pin(self, pages: torch.Tensor, what: str, fix: str) -> None:
         """Pin pages of [`new_pages`] until they are freed. `what` and `fix` are for the error."""
-        failed = int(_cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
-        if failed:
-            with suppress(RuntimeError):
-                # The next launch of a kernel would raise this error.
-                torch.ones(1, device=self.device)
-            expected = f"{max(pages.nbytes / 2**20, 1):,.0f} MiB more of host memory that CUDA can pin"
-            raise MemoryError(f"{what}: expected {expected}, got error {failed}. {fix}")
-        weakref.finalize(pages, _unpin, pages.data_ptr(), self.stream).atexit = False
+        host_memory.pin(pages, self.stream, self.device, what, fix)
 
     def hold(self, pages: torch.Tensor) -> None:
         """Let pages that the copies of another device have pinned be freed only after those of this one."""
         # What was registered last is called first.
         weakref.finalize(pages, self.stream.synchronize).atexit = False
-
-
-def _whole_pages(size: int) -> int:
-    """Bytes of the buffer of a tensor, which cannot be empty, and serves slightly larger ones too."""
-    step = max(1 << 16, 1 << max(size.bit_length() - 5, 0))
-    return -(-max(size, 1) // step) * step
-
-
-def new_pages(size: int) -> torch.Tensor:
-    """Return `size` bytes of host memory in uint8, which share no page with others.
-
-    Pages are large where the system has them: CUDA pins them faster.
-    """
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
-    # Kernels without large pages refuse the advice.
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()
-
-
-def _unpin(address: int, stream: Any) -> None:
-    # A copy may still read it.
-    stream.synchronize()
-    _cudart().cudaHostUnregister(address)
 
 
 def _nothing() -> None:
