@@ -177,6 +177,11 @@ class CommandLineTest(unittest.TestCase):
         self.assertEqual(status, 2)
         self.assertTrue(err.endswith(f"error: argument --{name}: expected a value, got an empty one\n"), err)
 
+    @parameterized.expand(["--save", "--plot"])
+    def test_an_empty_output_file(self, option):
+        _, _, err = run_command("plan", "--data=d", "--row-length=64", f"{option}=")
+        self.assertTrue(err.endswith(f"error: argument {option}: expected a value, got an empty one\n"), err)
+
     def test_version(self):
         self.assertEqual(run_command("--version"), (0, f"transformers-packed {__version__}\n", ""))
 

@@ -299,6 +299,29 @@ class SegmentsTest(InterpretedKernelsTest):
         wider = replace(layer, mixer=replace(layer.mixer, dim=2 * dim, value_dim=2 * dim))
         self.assertEqual(made(long, wider, here=True), made(long, wider))
 
+    @parameterized.expand([(False,), (True,)])
+    def test_a_short_last_segment(self, hopper):
+        """It joins all keys before it, which may take more than a whole segment that reads them where they are."""
+        sizes = sizes_of(Qwen3_5TextConfig())
+        layer = next(layer for layer in sizes.layers if isinstance(layer.mixer, Attention))
+        heads, kv_heads, dim = layer.mixer.heads, layer.mixer.kv_heads, layer.mixer.dim
+        segment, cuts = 2**15, 32
+        tokens = cuts * segment + 64
+
+        def need(tokens):
+            with (
+                mock.patch.object(torch.cuda, "is_available", lambda: True),
+                mock.patch.object(dense_attention, "is_supported", lambda: hopper),
+            ):
+                return sum(segment_memory(sizes, layer, tokens, segment, Lora(16))[:2])
+
+        # Keys and values of earlier tokens with their gradients, each in a tensor, and the latter per head of queries too.
+        # Their segments have them as well, and so has the input.
+        joined = cuts * segment * (2 * 2 * (3 * kv_heads + heads) * dim + 2 * sizes.hidden)
+        self.assertLess(joined, need(tokens))
+        more = need(tokens) - need(tokens - 64)
+        self.assertEqual(more > joined / 10, hopper)
+
     @parameterized.expand(TINY["layer_types"])
     def test_a_segment_saves(self, kind):
         """When it is computed again: its own activations, and all keys and values of the document up to it."""

@@ -197,7 +197,7 @@ def output_folder(text: str) -> Path:
 
 def output_file(text: str) -> Path:
     """The `type` of options for output files. Fails at once instead of after minutes of work."""
-    path = Path(text)
+    path = Path(not_empty(text))
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file, got the directory {text}")
     if not path.parent.is_dir():

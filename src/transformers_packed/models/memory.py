@@ -201,58 +201,65 @@ def segment_memory(
     The first are those that a segment saves when it is computed again, and the second the peak of additional bytes in the
     backward of the layer. The third are those that the layer keeps until then: what its segments hand on.
     """
-    kept, mlp, mixer = _kept_and_made(sizes, layer, segment, 1, None, lora, stream)
     given, last, largest = stream * sizes.hidden, -(-tokens // segment) - 1, 0
     if not lora.freezes:
         # The gradient of a matrix before it is added to that of later segments.
         width = 2 * layer.mlp.width * layer.mlp.number if isinstance(layer.mlp, Experts) else layer.mlp
         largest = stream * sizes.hidden * width
-    # What a segment hands on, keys and values per token, and what each token before a segment adds to what it saves and to
-    # the backward of its mixer.
-    handed, token, again, made = _across_cuts(layer.mixer, segment, last)
+    # What a segment hands on, and of it keys and values per token.
+    handed, token = _handed_on(layer.mixer, segment)
 
     def most_in(number: int) -> float:
-        """Bytes in the backward of a segment beside those that it would need alone."""
+        """Bytes in the backward of a segment with what it saves. The last one may be shorter, and then join keys alone."""
         earlier, later = number * segment, last - number
+        length = min(segment, tokens - earlier)
+        kept, mlp, mixer = _kept_and_made(sizes, layer, length, 1, None, lora, stream)
+        again, made = _of_earlier_tokens(layer.mixer, length, segment, number)
         # The gradients of keys and values by later segments. Those by the last segment are parts of one tensor.
         summed = 0 if later == 0 else tokens if later == 1 else earlier + segment
         # The gradients of the layer's output, of which its own one is a part, and of the inputs of later segments.
         row = given * (tokens + later * segment)
-        in_mixer = mixer + made * earlier
-        return (
-            max(mlp - given * segment + largest, in_mixer) + number * handed + again * earlier + token * summed + row
-        )
+        own = kept - given * length + max(mlp - given * length + largest, mixer + made * earlier)
+        return own + number * handed + again * earlier + token * summed + row
 
     # The bytes change by the same amount from each segment to the next, but for the last ones.
     most = max(most_in(number) for number in (0, last - 2, last - 1, last) if number >= 0)
-    return kept - given * segment, most, last * handed
+    kept = _kept_and_made(sizes, layer, segment, 1, None, lora, stream)[0] - given * segment
+    return kept, most - kept, last * handed
 
 
-def _across_cuts(mixer: Attention | DeltaRule, segment: int, cuts: int) -> tuple[int, int, int, int]:
-    """Bytes that a segment of a document hands on, of its keys and values per token, and that a token before it adds.
-
-    The last two are added to what it saves, and to what its backward makes.
-    """
+def _handed_on(mixer: Attention | DeltaRule, segment: int) -> tuple[int, int]:
+    """Bytes that a segment of a document hands on, and of its keys and values per token."""
     if isinstance(mixer, DeltaRule):
         # The state, and the tokens of the convolution's window.
-        return FULL * mixer.state + HALF * (mixer.window - 1) * (2 * mixer.keys + mixer.values), 0, 0, 0
+        return FULL * mixer.state + HALF * (mixer.window - 1) * (2 * mixer.keys + mixer.values), 0
     token = HALF * mixer.kv_heads * (mixer.dim + mixer.value_dim)
-    if _reads_pieces(mixer, segment, cuts):
-        return segment * token, token, 0, token
+    return segment * token, token
+
+
+def _of_earlier_tokens(mixer: Attention | DeltaRule, length: int, segment: int, cuts: int) -> tuple[int, int]:
+    """Bytes that each token before a part of a document adds to what the part saves, and to what its backward makes.
+
+    The part has `length` tokens, after as many segments as there are cuts.
+    """
+    if isinstance(mixer, DeltaRule):
+        return 0, 0
+    if _reads_pieces(mixer, length, segment, cuts):
+        return 0, HALF * mixer.kv_heads * (mixer.dim + mixer.value_dim)
     # Kernels get keys and values in one tensor each, and values of the size of keys. They make gradients of them per query
     # head before they add these up.
     again, by_head = HALF * 2 * mixer.kv_heads * mixer.dim, HALF * 2 * mixer.heads * mixer.dim
-    return segment * token, token, again, again + (by_head if mixer.heads > mixer.kv_heads else 0)
+    return again, again + (by_head if mixer.heads > mixer.kv_heads else 0)
 
 
-def _reads_pieces(mixer: Attention, segment: int, cuts: int) -> bool:
-    """Whether attention of the last segment reads the earlier ones where they are, on the GPU here or else on Hopper."""
+def _reads_pieces(mixer: Attention, length: int, segment: int, cuts: int) -> bool:
+    """Whether attention of a part of a document reads earlier segments where they are, on the GPU here or else on Hopper."""
     if torch.cuda.is_available() and not dense_attention.is_supported():
         return False
     # cuDNN has kernels for heads of up to 256.
     if mixer.dim != mixer.value_dim or mixer.dim > 256:
         return False
-    return earlier_keys.is_faster(segment, segment, cuts * segment, cuts, mixer.heads * mixer.dim)
+    return earlier_keys.is_faster(length, length, cuts * segment, cuts, mixer.heads * mixer.dim)
 
 
 def head_memory(

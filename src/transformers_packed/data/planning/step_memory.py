@@ -221,8 +221,9 @@ def step_memory(
     # Checkpointing always keeps the input of a layer.
     checkpoint, checkpoints = stream * tokens * sizes.hidden, sum(way.again for way in ways)
     on_device = on_gpu(lora) if offload else len(ways)
-    # None is on its way back at the loss.
-    saved = sum(way.held for way in ways) + min(checkpoints, on_device - offload) * checkpoint
+    # With offload, none is on its way back at the loss.
+    waiting = on_device - 1 if offload else checkpoints
+    saved = sum(way.held for way in ways) + min(checkpoints, waiting) * checkpoint
     # One in use and one on its way. Those of segments come back from the host one by one, but the last one is a view of
     # the row of its layer.
     piece = stream * (segment if offload else tokens) * sizes.hidden
