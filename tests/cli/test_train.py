@@ -323,6 +323,23 @@ class CommandTest(unittest.TestCase):
         self.save("small", small)
         self.check_error("a tokenizer with ids below 50, .* got the id", model="small")
 
+    def test_attention_is_checked_before_the_data_is_read(self):
+        """The file of data does not exist."""
+        data = self.directory / "missing.jsonl"
+        known = "sdpa, eager, flex_attention, flash_attention_2, flash_attention_3 or flash_attention_4"
+        self.check_error(f"--attn: .*, got 'foo'. Choose {known}.\n$", "--attn", "foo", data=data)
+        for number, package in ((2, "flash-attn"), (3, "flash-attn-3"), (4, "flash-attn-4")):
+            name, needs = (
+                f"flash_attention_{number}",
+                f"--attn flash_attention_{number} needs {package}: pip install {package}\n$",
+            )
+            # With `kernels`, Transformers downloads one.
+            for installed, message in ((None, needs), (package, "--data: file "), ("kernels", "--data: file ")):
+                with mock.patch.object(early, "version", lambda name, installed=installed: name == installed or None):
+                    self.check_error(message, "--attn", name, data=data)
+        for name in ("sdpa", "eager", "kernels-community/flash-attn2"):
+            self.check_error("--data: file .* not found", "--attn", name, data=data)
+
     def test_bad_flags(self):
         self.check_error("--data: file .*missing.jsonl not found", data=self.directory / "missing.jsonl")
         self.check_error("a dataset with --split or --subset, got the file", "--split", "test")
