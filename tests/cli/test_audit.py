@@ -68,7 +68,7 @@ class AuditCommandTest(unittest.TestCase):
         self.assertIn("expected a causal language model, got the type vit", stderr)
         with tempfile.TemporaryDirectory() as folder:
             stderr = audit(folder, status=2)
-        self.assertIn("cannot be built", stderr)
+        self.assertIn("it has no config.json", stderr)
         stderr = audit("llama", "--lengths", "5", status=2)
         self.assertIn("lengths of at least two documents", stderr)
 

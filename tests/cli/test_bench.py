@@ -190,7 +190,7 @@ class CommandTest(BenchTestCase):
     @pytest.mark.slow
     def test_a_process_that_fails(self):
         """Its own output names the cause, and nothing is reported as if it were a result."""
-        status, stdout, stderr = self.command("--row-length", 64, "--attn", "no_such_attention")
+        status, stdout, stderr = self.command("--row-length", 64, "--attn", "no/such_attention")
         self.assertEqual(status, 1)
         self.assertIn("the process for 'padded' ended with status 1", stderr)
         self.assertNotIn("tokens/s", stdout)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen
 
 from transformers_packed import registered
 from transformers_packed.audit.tiny import tiny_config
-from transformers_packed.cli.checkpoint import load_weights
+from transformers_packed.cli.checkpoint import lacking_weights, load_weights
 
 
 CODE = """
@@ -233,6 +233,35 @@ class WeightsTest(CommandsTest):
             for name in ("train", "audit"):
                 named = f"all weights of Qwen3.*ForCausalLM and no others, got {source} with .*{message}.*save_pretrained.*"
                 self.check_refused(name, source, named)
+
+    @parameterized.expand([True, False])
+    def test_a_file_that_is_missing(self, safetensors):
+        """What `doctor` names is what Transformers does not find."""
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        config = tiny_config("qwen3_5_text")
+        model = AutoModelForCausalLM.from_config(config)
+        for size in ("1KB", "1GB"):
+            path = folder / size
+            model.save_pretrained(path, max_shard_size=size)
+            if not safetensors:
+                for file in path.glob("*.safetensors"):
+                    torch.save(load_file(file), file.with_name(file.stem.replace("model", "pytorch_model") + ".bin"))
+                    file.unlink()
+                for index in path.glob("*.index.json"):
+                    text = index.read_text().replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
+                    index.unlink()
+                    index.with_name("pytorch_model.bin.index.json").write_text(text)
+            self.load(path)
+            self.assertIsNone(lacking_weights(str(path)))
+            last = max(path.glob("*.safetensors" if safetensors else "*.bin"))
+            last.unlink()
+            lacking = lacking_weights(str(path))
+            self.assertEqual(lacking, last.name if size == "1KB" else "model.safetensors")
+            with self.assertRaisesRegex(OSError, lacking):
+                self.load(path)
+        # A file of a process in a distributed checkpoint, which has no other file of weights.
+        (path / "shard-00000-model-00001-of-00001.safetensors").touch()
+        self.assertIsNone(lacking_weights(str(path)))
 
     @parameterized.expand(["train", "audit", "doctor"])
     def test_a_file_that_is_cut_off(self, name):

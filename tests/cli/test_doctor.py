@@ -134,6 +134,15 @@ class MachineTest(unittest.TestCase):
         self.assertNotIn(" not ", "".join(table))
         self.assertEqual(set(sections(stdout)) & {"Problems", "Slow"}, set())
 
+    def test_packages_for_a_gpu_on_a_cpu(self):
+        """They are no problem, so that nothing advises to remove them."""
+        with mock.patch.object(diagnosis, "find_spec", lambda name: name):
+            stdout = doctor()
+        self.assertIn(
+            "While flash-linear-attention is installed, Transformers' own linear attention needs a GPU.", stdout
+        )
+        self.assertNotIn("pip ", stdout)
+
     @parameterized.expand(
         [("cpu_build", None, "pip install --force-reinstall torch"), ("driver", "13.0", "nvidia-smi")]
     )
@@ -186,7 +195,9 @@ class ModelTest(unittest.TestCase):
         self.assertRegex(stdout, "of Transformers: .*Qwen3_5TextRotaryEmbedding")
         self.assertIn("Transformers' own Qwen3_5ForCausalLM mixes the documents of a packed row.", stdout)
         self.assertNotIn("bf16=True", stdout)
-        self.assertEqual(doctor("--model", self.folder / "config.json"), stdout)
+        lines = stdout.splitlines()
+        lines.remove(f"  {self.folder} has no model.safetensors, so its weights cannot be loaded.")
+        self.assertEqual(doctor("--model", self.folder / "config.json").splitlines(), lines)
         with gpu():
             stdout = self.doctor(config)
         notes = sections(stdout)["Notes"]
@@ -211,6 +222,37 @@ class ModelTest(unittest.TestCase):
                 save_file(tensors, Path(folder, "model.safetensors"))
                 stdout = doctor("--model", folder, status=int(level == "Problems"))
                 self.assertIn(text, " ".join(sections(stdout)[level]))
+
+    def test_files_of_weights_that_are_missing(self):
+        config = Qwen3_5TextConfig(**TINY, mtp_num_hidden_layers=1)
+        lacks = f"{self.folder} has no %s, so its weights cannot be loaded."
+        stdout = self.doctor(config)
+        self.assertIn(lacks % "model.safetensors", sections(stdout)["Notes"])
+        # Whoever passes a configuration needs no weights.
+        self.assertNotIn("has no", doctor("--model", self.folder / "config.json"))
+        names = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+        index = {"metadata": {}, "weight_map": dict(zip(("a", "mtp.fc.weight", "c"), names, strict=True))}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        for tensor, missing in index["weight_map"].items():
+            stdout = doctor("--model", self.folder, status=1)
+            # Nothing is said of the head, which may be in the file.
+            self.assertEqual(sections(stdout)["Problems"], [lacks % missing, "download or save it again"])
+            save_file({tensor: torch.ones(2)}, self.folder / missing)
+        self.assertNotIn("has no", doctor("--model", self.folder))
+        # Transformers loads the file of all weights if there is one.
+        (self.folder / names[2]).unlink()
+        save_file({"mtp.fc.weight": torch.ones(2)}, self.folder / "model.safetensors")
+        self.assertNotIn("has no", doctor("--model", self.folder))
+
+    @parameterized.expand([(None, True), ((8, 0), True), ((8, 9), False)])
+    def test_what_becomes_of_weights_in_fp8(self, capability, dequantized):
+        config = Qwen3_5TextConfig(**TINY, quantization_config=IN_BLOCKS)
+        with gpu(capability) if capability else contextlib.nullcontext():
+            stdout = self.doctor(config)
+        (note,) = (line for line in sections(stdout)["Notes"] if "The checkpoint is in FP8." in line)
+        self.assertEqual(
+            ("dequantizes its weights at loading" in note, "stay so" in note), (dequantized, not dequantized)
+        )
 
     @parameterized.expand([("qwen3_next", False), ("qwen3_5_text", True)])
     def test_a_head_that_is_not_declared(self, family, says):

@@ -1,5 +1,6 @@
 """`transformers-packed memory`."""
 
+import json
 import tempfile
 import unittest
 from pathlib import Path
@@ -51,9 +52,22 @@ class MemoryCommandTest(unittest.TestCase):
     def test_options(self, given, options):
         config = Qwen3_5MoeTextConfig(num_hidden_layers=4) if "--experts" in given else self.config
         config.save_pretrained(self.path)
-        command = ("memory", "--model", self.path, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1, *given)
+        source = self.path / "config.json"
+        command = ("memory", "--model", source, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1, *given)
         expected = f"{plan_sequence_parallel(config, 2**14, 1, 80, **options).summary()}\n"
         self.assertEqual(run_command(*command), (0, expected, ""))
+
+    def test_a_file_of_weights_that_is_missing(self):
+        options = ("memory", "--row-length", 2**14, "--gpus", 1, "--gpu-memory", 80, "--lora", "--model")
+        expected = run_command(*options, self.path / "config.json")[1]
+        note = f"Note: {self.path} has no %s, so its weights cannot be loaded.\n"
+        self.assertEqual(run_command(*options, self.path), (0, expected, note % "model.safetensors"))
+        index = {"weight_map": {"a": "second.safetensors", "b": "first.safetensors"}}
+        (self.path / "model.safetensors.index.json").write_text(json.dumps(index))
+        self.assertEqual(run_command(*options, self.path), (0, expected, note % "first.safetensors"))
+        for name in index["weight_map"].values():
+            (self.path / name).touch()
+        self.assertEqual(run_command(*options, self.path), (0, expected, ""))
 
     @parameterized.expand([64, 2**20])
     def test_the_memory_that_an_error_names_suffices(self, tokens):

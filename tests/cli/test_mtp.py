@@ -154,6 +154,11 @@ class MtpTest(CommandTest):
             last, f"{expected.tokens_per_forward:.2f} tokens per forward of the model with 3 drafted tokens"
         )
 
+    def test_unknown_attention(self):
+        """It is refused before the data is read."""
+        err = fails(*self.mtp("--attn", "foo"), "--data", self.root / "missing.jsonl")
+        self.assertRegex(err, "^transformers-packed mtp: --attn: expected .*, got 'foo'. Choose sdpa, .*\n$")
+
     def test_json(self):
         def no_constant(name):
             raise AssertionError(f"{name} is not JSON")

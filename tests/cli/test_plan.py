@@ -83,6 +83,20 @@ class PlanCommandTest(unittest.TestCase):
         message = self.command("--data", data, *arguments[2:], status=1)
         self.assertIn("--data: expected a target among the first 20 tokens of a sample, got none. Raise", message)
 
+    def test_dropped_records(self):
+        """Those without a target, and those that lose it in a row."""
+        turns = [{"role": "user", "content": "a" * 50}, {"role": "assistant", "content": "b"}]
+        data = self.write({"messages": turns}, {"messages": turns[:1]}, {"messages": [turns[1]]})
+        arguments = ["plan", "--data", data, "--tokenizer", self.path / "tokenizer", "--row-length", 40]
+        dropped = "Dropped 2 records without a token with loss"
+        found = run_command(*arguments)
+        self.assertEqual(
+            (found[0], found[2]), (0, f"{dropped} (1 by truncation to 40 tokens), which the plan leaves out.\n")
+        )
+        self.assertEqual(
+            run_command(*arguments, "--overlong", "split")[2], f"{dropped.replace('2 records', '1 record')}.\n"
+        )
+
     def test_picture(self):
         data = self.write(*({"input_ids": [7] * length} for length in range(1, 41)))
         plot = self.path / "plan.png"

@@ -46,6 +46,7 @@ from transformers.training_args import OptimizerNames
 
 from transformers_packed import DataCollatorWithFlattening, PackingPlan
 from transformers_packed.cli import early, finetune, models, run_folder
+from transformers_packed.cli.folder_trainer import RunFolderTrainer
 from transformers_packed.cli.segments import needs_of_samples
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8, host_parameters, versions
@@ -322,6 +323,23 @@ class CommandTest(unittest.TestCase):
         small = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**{**TEXT_CONFIG, "vocab_size": 50}))
         self.save("small", small)
         self.check_error("a tokenizer with ids below 50, .* got the id", model="small")
+
+    def test_attention_is_checked_before_the_data_is_read(self):
+        """The file of data does not exist."""
+        data = self.directory / "missing.jsonl"
+        known = "sdpa, eager, flex_attention, flash_attention_2, flash_attention_3 or flash_attention_4"
+        self.check_error(f"--attn: .*, got 'foo'. Choose {known}.\n$", "--attn", "foo", data=data)
+        for number, package in ((2, "flash-attn"), (3, "flash-attn-3"), (4, "flash-attn-4")):
+            name, needs = (
+                f"flash_attention_{number}",
+                f"--attn flash_attention_{number} needs {package}: pip install {package}\n$",
+            )
+            # With `kernels`, Transformers downloads one.
+            for installed, message in ((None, needs), (package, "--data: file "), ("kernels", "--data: file ")):
+                with mock.patch.object(early, "version", lambda name, installed=installed: name == installed or None):
+                    self.check_error(message, "--attn", name, data=data)
+        for name in ("sdpa", "eager", "kernels-community/flash-attn2"):
+            self.check_error("--data: file .* not found", "--attn", name, data=data)
 
     def test_bad_flags(self):
         self.check_error("--data: file .*missing.jsonl not found", data=self.directory / "missing.jsonl")
@@ -1034,11 +1052,31 @@ class CommandTest(unittest.TestCase):
         self.assertRegex(
             err, "train: checkpoint-4 cannot be written to .*/output, with [0-9,]+ MiB of free space [(].+[)]; "
         )
-        self.assertIn(f"; {self.output}/checkpoint-2 is complete; --resume continues from it", err)
+        self.assertIn(f"; {self.output}/checkpoint-2 is complete; --resume continues from it. Free space ", err)
         self.check_nothing_partial("checkpoint-2")
+        self.assertTrue(
+            err.endswith("Free space (checkpoint-4 needs about 1 MiB), or choose another --output.\n"), err
+        )
         out = self.succeeds(*command, "--resume")
         self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
         self.check_same_weights(whole, self.output)
+
+    @parameterized.expand([(), ("--lora",)])
+    def test_bytes_of_a_checkpoint(self, *options):
+        """They are about those of the files of weights and of the optimizer."""
+        found, write = [], RunFolderTrainer._write
+
+        def measured(trainer, what, *args):
+            write(trainer, what, *args)
+            found.append((what, trainer._size(what.startswith("checkpoint-"))))
+
+        with mock.patch.object(RunFolderTrainer, "_write", measured):
+            self.succeeds("--max-steps=2", "--save-steps=2", *options)
+        names = [*self.output.glob("*.safetensors"), *(self.output / "checkpoint-2").glob("optimizer.pt")]
+        weights, states = (path.stat().st_size for path in names)
+        self.assertEqual([what for what, _ in found], ["checkpoint-2", "the model"])
+        for size, (_, estimate) in zip((weights + states, weights), found, strict=True):
+            self.assertTrue(0.7 * size < estimate < size, (size, estimate))
 
     def test_a_full_disk_while_the_model_is_written(self):
         command = ["--max-steps=3", "--learning-rate=0.02", "--batch-size=2", "--save-steps=2"]

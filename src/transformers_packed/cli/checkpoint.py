@@ -20,10 +20,10 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import CONFIG_NAME, find_adapter_config_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, find_adapter_config_file
 
 from ..errors import count, input_error
-from ..models.mtp import HEAD_FILE
+from ..models.mtp import HEAD_FILE, OF_PROCESSES
 from .early import INVALID, LOCAL_OR_HUB, OFFLINE, UNREACHABLE
 from .lines import shortened
 
@@ -68,6 +68,20 @@ def check_directory(source: str) -> None:
     """Raise a `FileNotFoundError` for a directory without a configuration. Transformers would name a missing key in it."""
     if Path(source).is_dir() and not (Path(source) / CONFIG_NAME).is_file():
         raise FileNotFoundError(f"it has no {CONFIG_NAME}")
+
+
+def lacking_weights(source: str) -> str | None:
+    """The first file of weights that Transformers would not find in a local directory, if it lacks one."""
+    folder = Path(source)
+    if not folder.is_dir() or any(folder.glob(OF_PROCESSES)):
+        return None
+    for whole in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+        if (folder / whole).is_file():
+            return None
+        if (index := folder / f"{whole}.index.json").is_file():
+            shards = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
+            return min((name for name in shards if not (folder / name).is_file()), default=None)
+    return SAFE_WEIGHTS_NAME
 
 
 def load_tokenizer(option: str, source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

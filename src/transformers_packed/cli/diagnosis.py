@@ -14,11 +14,12 @@ from typing import Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import input_error
 from ..foreign import attention_of
-from ..models.checkpoint_kinds import store_in_blocks, stored_as
+from ..models.checkpoint_kinds import is_dequantized_at_loading, store_in_blocks, stored_as
 from ..models.families import OWN, families_of, family_of
 from ..models.family import Mixers, Own, Refused, Unpacked
 from ..models.float8 import share_in_float8
@@ -33,6 +34,7 @@ from ..models.stored_weights import why_not_in_float8
 from ..models.verdict import judge, text_config
 from ..ops.attention import serves_packed_rows
 from ..ops.dispatch import Setting, availability, is_kernel
+from .checkpoint import lacking_weights
 
 
 Ops = Mapping[str, tuple[str | None, list[tuple[str, str]]]]
@@ -131,8 +133,11 @@ def diagnose(
         ours = bool(families_of(model, Own))
         found.model = _describe(model, isolated=all(finding.level != "problem" for finding in judged))
         found.findings += _of_padding(model) if ours else _of_masks(model, attention, device)
-        found.findings += _of_weights(model.config) if ours else ()
-        found.findings += _of_head(model.config) if any(family.has_mtp for family in families_of(model)) else ()
+        found.findings += _of_weights(model.config, device) if ours else ()
+        lacking = list(_of_files(name))
+        # The head may be in a file that is not there.
+        has_mtp = not lacking and any(family.has_mtp for family in families_of(model))
+        found.findings += _of_head(model.config) if has_mtp else lacking
     if ours:
         found.ops = _ops_of(model, device, dtype, attention or "sdpa")
         found.findings += _of_ops(found.ops, device)
@@ -201,7 +206,17 @@ def _of_padding(model: PreTrainedModel) -> Iterator[Finding]:
                 yield Finding("warning", f"Padded batches are computed with their padding: {why}.")
 
 
-def _of_weights(config: PreTrainedConfig) -> Iterator[Finding]:
+def _of_files(name: str) -> Iterator[Finding]:
+    """Yield the first file of weights that a local directory lacks. Without any, it may be meant to have none."""
+    lacking = lacking_weights(name)
+    text = f"{name} has no {lacking}, so its weights cannot be loaded."
+    if lacking == SAFE_WEIGHTS_NAME:
+        yield Finding("note", text)
+    elif lacking:
+        yield Finding("problem", text, "download or save it again")
+
+
+def _of_weights(config: PreTrainedConfig, device: torch.device) -> Iterator[Finding]:
     """Yield how a quantized checkpoint is stored, and whether LoRA trains on it."""
     try:
         stored = stored_as(config)
@@ -209,7 +224,10 @@ def _of_weights(config: PreTrainedConfig) -> Iterator[Finding]:
         yield Finding("problem", str(error))
         return
     if stored is not None:
-        text = f"The checkpoint is in {stored.title}. Its weights stay so, and LoRA trains on them."
+        fate = "Its weights stay so"
+        if is_dequantized_at_loading(config, device):
+            fate = "On this device, Transformers dequantizes its weights at loading"
+        text = f"The checkpoint is in {stored.title}. {fate}, and LoRA trains on them."
         yield Finding("note", text, "train --lora")
 
 
@@ -340,8 +358,8 @@ def _of_speed(model: PreTrainedModel | None, ops: Ops, device: torch.device) -> 
     """Yield whether CUDA graphs and float8 speed up training on a GPU."""
     if device.type == "cpu":
         if find_spec("fla") and find_spec("triton"):
-            text = "Transformers' own classes of linear attention fail here: flash-linear-attention needs a GPU."
-            yield Finding("note", text, "pip uninstall flash-linear-attention")
+            text = "While flash-linear-attention is installed, Transformers' own linear attention needs a GPU."
+            yield Finding("note", f"{text} That of this package does not.")
         return
     dense = model is None or ("experts" not in ops and any(family.has_graphs for family in families_of(model)))
     attention = next(runs for op, (runs, _) in ops.items() if op.startswith("attention "))

@@ -2,7 +2,7 @@
 
 Print versions, the implementation of each op on this machine, why others do not run, and the commands that change it.
 With --model, also whether and how the model keeps documents apart. Exit status: 1 if documents would mix, results would
-be wrong, or a GPU lacks a kernel that can be installed, else 0.
+be wrong, a shard of the checkpoint is missing, or a GPU lacks a kernel that can be installed, else 0.
 
     transformers-packed doctor
     transformers-packed doctor --model Qwen/Qwen3.5-0.8B

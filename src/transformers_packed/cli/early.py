@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ..data.records.files import find_file, read_file
-from ..errors import input_error
+from ..errors import alternatives, input_error
 from ..models.optimizers import OPTIMIZERS
+from .env import version
 
 
 LOCAL_OR_HUB = "a local directory or a model on the Hub"
@@ -18,12 +19,16 @@ LOCAL_OR_HUB = "a local directory or a model on the Hub"
 INVALID = "the name is not valid on the Hub", "Check the path."
 UNREACHABLE = "the Hub could not be reached", "Check the name and the connection."
 OFFLINE = "no such model in the cache (HF_HUB_OFFLINE is set)", "Unset it to download."
+# Transformers' names of attention, and the package that one needs.
+_ATTENTION = dict.fromkeys(("sdpa", "eager", "flex_attention"), "")
+_ATTENTION |= {f"flash_attention_{n}": f"flash-attn{suffix}" for n, suffix in ((2, ""), (3, "-3"), (4, "-4"))}
 # A connection that fails later is slow, and may work.
 _AT_ONCE = 1.0
 
 
 def check_packages(settings: Namespace) -> None:
-    """Raise an `ImportError` for an option whose package is not installed."""
+    """Raise an `ImportError` for an option whose package is not installed, or a `ValueError` for unknown attention."""
+    check_attention(getattr(settings, "attn", None))
     needed = [(settings.lora, "--lora", "peft"), (settings.load_in_4bit, "--load-in-4bit", "bitsandbytes")]
     if name := getattr(settings, "optim", None):
         package = OPTIMIZERS[name].package
@@ -31,6 +36,19 @@ def check_packages(settings: Namespace) -> None:
     for requested, option, package in needed:
         if requested and find_spec(package) is None:
             raise ImportError(f"{option} needs {package}: pip install {package}")
+
+
+def check_attention(name: str | None) -> None:
+    """Raise a `ValueError` for an unknown attention implementation, or an `ImportError` if its package is not installed."""
+    # A name with a slash is a kernel on the Hub.
+    if name is None or "/" in name:
+        return
+    if name not in _ATTENTION:
+        fix = f"Choose {alternatives(list(_ATTENTION))}."
+        raise input_error("a known attention implementation", repr(name), fix, option="--attn")
+    # With `kernels`, Transformers downloads FlashAttention.
+    if (package := _ATTENTION[name]) and not (version(package) or version("kernels")):
+        raise ImportError(f"--attn {name} needs {package}: pip install {package}")
 
 
 def check_source(option: str, source: str) -> None:

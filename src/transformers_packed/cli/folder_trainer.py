@@ -4,8 +4,11 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from torch.utils._pytree import tree_leaves
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
@@ -41,6 +44,15 @@ class RunFolderTrainer(Trainer):
 
         self._write("the model", lambda partial: self.save_model(str(partial)), names)
 
+    def _size(self, with_states: bool) -> int | None:
+        """Bytes of the saved weights, also with the states of the optimizer. `None` if these are no plain tensors."""
+        model: Any = self.accelerator.unwrap_model(self.model)
+        weights = [x for x in model.parameters() if x.requires_grad or not hasattr(model, "peft_config")]
+        states = tree_leaves(list(getattr(self.optimizer, "state", {}).values())) if with_states else []
+        tensors = [x for x in states if isinstance(x, torch.Tensor)]
+        # Others tell the bytes of what they stand for.
+        return sum(x.nbytes for x in weights + tensors) if all(type(x) is torch.Tensor for x in tensors) else None
+
     def _write(self, what: str, write: Callable[[Path], None], names: Callable[[Path], list[str]]) -> None:
         """Call `write`, then move the files `names`, in this order, from the partial folder to the output folder."""
         folder = Path(str(self.args.output_dir))
@@ -60,6 +72,9 @@ class RunFolderTrainer(Trainer):
                 raise
             reason, free = " ".join(str(error).split()), shutil.disk_usage(folder).free / 2**20
             why = f"with {free:,.0f} MiB of free space ({reason}); {left(folder)}"
+            size = self._size(with_states=what.startswith("checkpoint-"))
+            needed = f" ({what} needs about {-(-size // 2**20):,} MiB)" if size else ""
+            why += f". Free space{needed}, or choose another --output."
             raise OSError(f"{what} cannot be written to {folder}, {why}") from error
         finally:
             if self.args.should_save:

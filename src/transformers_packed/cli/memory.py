@@ -11,6 +11,7 @@ exchange.
 """
 
 import argparse
+import sys
 from functools import partial
 
 from ..errors import input_error
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     from ..data.planning.memory import plan_sequence_parallel
     from ..models.checkpoint_kinds import stored_as
     from ..models.optimizers import dtype_of_weights
-    from .checkpoint import load_config
+    from .checkpoint import lacking_weights, load_config
 
     config = load_config("--model", args.model, args.trust_remote_code)
     rank = args.lora_rank if args.lora else 0
@@ -60,3 +61,5 @@ def run(args: argparse.Namespace) -> None:
     options |= {"lora_rank": rank, "lora_experts": args.experts, "optimizer": args.optim}
     options["weights"] = args.weights or dtype_of_weights(args.optim, args.lora)
     print(plan_sequence_parallel(config, args.row_length, args.gpus, args.gpu_memory, **options).summary())
+    if lacking := lacking_weights(args.model):
+        print(f"Note: {args.model} has no {lacking}, so its weights cannot be loaded.", file=sys.stderr)

@@ -11,6 +11,7 @@ import sys
 from itertools import islice
 
 from ..errors import count, input_error
+from .early import check_attention
 from .lines import say
 from .options import LONGEST_SAMPLE, Parser
 
@@ -29,6 +30,7 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the shares of accepted tokens."""
+    check_attention(args.attn)
     if not args.json:
         say(f"Loading {args.model} ...")
     import torch

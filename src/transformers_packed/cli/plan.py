@@ -131,7 +131,9 @@ def read_samples(
         fix = "Raise --row-length, or pass --overlong split."
         raise input_error(f"a target among the first {longest:,} tokens of a sample", "none", fix, option="--data")
     if dropped := samples.dropped + len(samples.data) - len(kept):
-        print(f"Dropped {count(dropped, 'record')} without a token with loss.", file=sys.stderr)
+        cut = dropped - samples.dropped
+        why = f" ({cut:,} by truncation to {longest:,} tokens), which the plan leaves out" if cut else ""
+        print(f"Dropped {count(dropped, 'record')} without a token with loss{why}.", file=sys.stderr)
     return kept
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import transformers
 
 from ..errors import input_error
@@ -42,6 +43,12 @@ def stored_as(config: Any) -> Stored | None:
         expected = f"weights in 16 or 32 bit, or by {', '.join(_KINDS)}, in 4 or 8 bit"
         raise input_error(expected, " ".join([method, *details]), "Pass the checkpoint that it was made from.")
     return found
+
+
+def is_dequantized_at_loading(config: Any, device: torch.device) -> bool:
+    """Return whether Transformers dequantizes the weights of a checkpoint because the device has no products in FP8."""
+    without = device.type == "cpu" or torch.cuda.get_device_capability(device) < (8, 9)
+    return without and quantization_of(config) == "fp8"
 
 
 def kept_by(config: Any, model: Any) -> Callable[[str], bool]:

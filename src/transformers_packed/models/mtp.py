@@ -40,7 +40,7 @@ HEAD_FILE = "mtp.safetensors"
 # The shard of a head, beside those of a sharded checkpoint.
 _SHARD = "model-mtp.safetensors"
 # The files of a distributed checkpoint (`save_pretrained(distributed_checkpoint=True)`): a shard of each process.
-_OF_PROCESSES = "shard-*-model-*.safetensors"
+OF_PROCESSES = "shard-*-model-*.safetensors"
 
 
 def declares_head(config: PreTrainedConfig) -> bool:
@@ -56,7 +56,7 @@ def find_head(config: PreTrainedConfig) -> dict[str, Path]:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {file for name, file in names.items() if name.startswith(PREFIX)}
         paths = [_file_of(config, file) for file in sorted(files)]
-    elif paths == [None] and config.name_or_path and any(Path(config.name_or_path).glob(_OF_PROCESSES)):
+    elif paths == [None] and config.name_or_path and any(Path(config.name_or_path).glob(OF_PROCESSES)):
         paths = [_file_of(config, _SHARD)]
     # A part of a head is none.
     return {} if None in paths else {name: x for path in paths if path for name, x in tensors_of_head(path).items()}
@@ -163,7 +163,7 @@ def keep_head(config: PreTrainedConfig, folder: Path, saves: bool) -> Iterator[N
 
 def _versions(folder: Path) -> dict[str, int]:
     """When the file of all weights, the index of shards and the shards of processes were written, by their names."""
-    paths = [folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME, *folder.glob(_OF_PROCESSES)]
+    paths = [folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME, *folder.glob(OF_PROCESSES)]
     return {path.name: path.stat().st_mtime_ns for path in paths if path.exists()}
 
 
