@@ -156,11 +156,11 @@ class DefaultChunksTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            # Four chunks of a short row, but not of fewer than 1,024 rows or than columns of a trained weight.
+            # Four chunks of a short row, of a multiple of 512 rows, but not fewer than 1,024 or than columns of a trained weight.
             (1, 1024, 1024, 1024),
             (4096, 1024, 1024, 1024),
-            (4097, 1024, 1025, 1025),
-            (5000, 2560, 2560, 1250),
+            (4097, 1024, 1536, 1536),
+            (5000, 2560, 2560, 1536),
             (8192, 1024, 2048, 1536),
             # At most as many rows as in chunks of a long row.
             (4096, 4096, 3072, 1024),

@@ -47,8 +47,9 @@ def stored_as(config: Any) -> Stored | None:
 
 def is_dequantized_at_loading(config: Any, device: torch.device) -> bool:
     """Return whether Transformers dequantizes the weights of a checkpoint because the device has no products in FP8."""
-    without = device.type == "cpu" or torch.cuda.get_device_capability(device) < (8, 9)
-    return without and quantization_of(config) == "fp8"
+    if quantization_of(config) != "fp8":
+        return False
+    return device.type == "cpu" or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9))
 
 
 def kept_by(config: Any, model: Any) -> Callable[[str], bool]:

@@ -41,10 +41,12 @@ def rows_of_chunk(rows: int, hidden: int, frozen: bool) -> int:
 
     Layers keep little for a short row, beside which a chunk of logits counts. The gradient of a trained head is in float32
     during the chunks. The backward then makes one in the head's dtype beside it, which is as large as `hidden` rows of
-    logits. Chunks with fewer rows would not lower the peak.
+    logits. Chunks with fewer rows would not lower the peak. Rows of all lengths share few sizes, whose memory the allocator
+    can use again.
     """
     least = LEAST_CHUNK_SIZE if frozen else max(LEAST_CHUNK_SIZE, hidden)
-    return min(FROZEN_CHUNK_SIZE if frozen else CHUNK_SIZE, max(least, -(-rows // _CHUNKS)))
+    step = LEAST_CHUNK_SIZE // 2
+    return min(FROZEN_CHUNK_SIZE if frozen else CHUNK_SIZE, max(least, -(-rows // (_CHUNKS * step)) * step))
 
 
 def linear_cross_entropy(

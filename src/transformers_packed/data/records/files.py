@@ -86,7 +86,8 @@ def _decoded(place: str, line: bytes, encoding: str = "utf-8") -> str:
 
 
 def _parsed(place: str, text: str, expected: str) -> Any:
-    text = text.rstrip()
+    # What JSON takes for white space.
+    text = text.rstrip(" \t\r\n")
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
