@@ -162,37 +162,6 @@ def _kept_and_made(
     return HALF * (tokens * kept + whole_row), mlp, HALF * tokens * (made - mlp_kept)
 
 
-def halves_memory(
-    sizes: Sizes,
-    layer: Layer,
-    max_length: int,
-    size: int,
-    attention: str | None,
-    lora: Lora = ALL_TRAINED,
-    stream: int = HALF,
-) -> tuple[float, float]:
-    """Bytes as in [`layer_memory`] of the half of a checkpointed layer that needs more, beside two inputs of layers.
-
-    No plan counts on it, because layers run as a whole where the host has no room.
-    """
-    kept, mlp, mixer = _kept_and_made(sizes, layer, max_length, size, attention, lora, stream)
-    tokens, hidden = -(-max_length // size), sizes.hidden
-    given, mlp_kept = stream * tokens * hidden, _of_mlp(layer.mlp, hidden, lora)[0]
-    # The input and the output of the norm before the MLP.
-    second = float(mlp_kept + (1 + stream // HALF) * hidden + lora.rank * layer.mlp_linear_layers)
-    if stream != HALF and isinstance(layer.mlp, Experts):
-        second += 3 * hidden
-    if lora.rank and tokens * hidden >= WORTH_RECOMPUTING and not isinstance(layer.mlp, Experts):
-        second -= hidden
-    second *= HALF * tokens
-    # What the second half takes is the first half's input, and the next input is not on its way yet.
-    halves = [(second, mlp - given)]
-    # The first half has the gradients of its outputs, in one tensor, and what the second half of the layer before takes is
-    # on its way: an input of a layer, and the output of a mixer.
-    halves.append((kept - second - given, mixer + HALF * tokens * mlp_kept + given + HALF * tokens * hidden))
-    return max(halves, key=sum)
-
-
 def segment_memory(
     sizes: Sizes, layer: Layer, tokens: int, segment: int, lora: Lora = ALL_TRAINED, stream: int = HALF
 ) -> tuple[float, float, float]:

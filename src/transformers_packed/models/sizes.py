@@ -1,7 +1,7 @@
 """Sizes of the layers of hybrids, read from their configurations: what plans of rows, memory and processes count."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -76,15 +76,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class Layer:
-    """The parts of a layer. `mlp` is the width of an MLP, or a mixture, with so many linear layers for adapters.
-
-    `has_halves` says whether its mixer and its MLP can be computed again one after the other.
-    """
+    """The parts of a layer. `mlp` is the width of an MLP, or a mixture, with so many linear layers for adapters."""
 
     mixer: Attention | DeltaRule
     mlp: int | Experts
     mlp_linear_layers: int = 3
-    has_halves: bool = True
 
 
 @dataclass(frozen=True)
@@ -144,10 +140,7 @@ def qwen_sizes(text: PreTrainedConfig, together: bool = False, mlp_linear_layers
 def olmo_sizes(text: PreTrainedConfig) -> Sizes:
     """Read the sizes of OLMo-Hybrid."""
     rule = _gated_delta_rule(text, lambda keys, values, heads: (keys, keys, values, values, heads, heads))
-    sizes = _hybrid(text, _attention(text, has_gate=False), rule)
-    # Layers with attention are of stock classes.
-    layers = [replace(layer, has_halves=layer.mixer is rule) for layer in sizes.layers]
-    return replace(sizes, layers=tuple(layers))
+    return _hybrid(text, _attention(text, has_gate=False), rule)
 
 
 def _attention(text: PreTrainedConfig, has_gate: bool) -> Attention:

@@ -67,6 +67,8 @@ def why_left_out(file, run):
         return "code of others"
     if run.get("family", "qwen3_5").partition(",")[0] not in {family.name for family in SIZED}:
         return "a family whose sizes are not known"
+    if run.get("halves"):
+        return "layers in halves, which no plan counts on"
     # A replay allocates nothing.
     if "graphs" in words or run.get("graphs") or run.get("chose_graphs") or run.get("graphs_GiB"):
         return "CUDA graphs, which own memory"
@@ -138,7 +140,6 @@ def computed(file, run):
         2 if spread == "EP" else 1,
         "kept" in words,
         run.get("segment_tokens"),
-        run.get("halves", False),
     )
     kept = ", attention kept" if "kept" in words else ""
     kept += f", segments of {run['segment_tokens']:,}" if run.get("segment_tokens") else ""

@@ -46,7 +46,7 @@ from transformers_packed.models import memory as memory_of_models
 from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.families import SIZED, sizes_of
 from transformers_packed.models.host_experts import bytes_in_host_memory
-from transformers_packed.models.memory import ALL_TRAINED, NF4, Lora, halves_memory, layer_memory
+from transformers_packed.models.memory import ALL_TRAINED, NF4, Lora, layer_memory
 from transformers_packed.models.mtp_head import MtpHead
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
 from transformers_packed.models.quantization import initialize_in_4bit, nf4
@@ -54,7 +54,7 @@ from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weig
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers_packed.models.sizes import Experts
-from transformers_packed.models.versions import can_select_checkpoints, supports_other_families
+from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops import experts
 from transformers_packed.ops.terms import Adapter
 from transformers_packed.parallel import SequenceParallel, shard_batch
@@ -404,32 +404,6 @@ class PlanTest(unittest.TestCase):
         self.assertLess(1.4 * short.options[1][2].host, long.options[1][2].host)
         self.assertIn("every_n_layers=2, keep_attention=True", kept.summary())
         self.assertNotIn("keep_attention", usual.summary())
-
-    def test_halves(self):
-        """Only one half of a layer has its activations at a time, except where layers run as a whole."""
-        config, chosen = Qwen3_5TextConfig(**SIZES["9B"]), [True] * 32
-        given = sizes_of(config), Parameters.of(config, False), 2**16, 1, 1, 2, chosen, True, None
-        layer, row = given[0].layers[0], 2**16 * 4096 * 2
-
-        def both(lora=ALL_TRAINED, **options):
-            return [step_memory(*given, lora, halves=halves, **options) for halves in (False, True)]
-
-        for lora in (ALL_TRAINED, Lora(16)):
-            whole, halves = both(lora)
-            before, after = (sum(f(given[0], layer, 2**16, 1, None, lora)) for f in (layer_memory, halves_memory))
-            # A whole layer counts its input.
-            self.assertEqual(whole.most - halves.most, before - row - after)
-            self.assertEqual(halves.host - whole.host, 32 * row)
-            # The larger half has at least half of the activations.
-            self.assertLess(0.5 * before, after)
-            self.assertLess(after, 0.85 * before)
-        for options in ({"segment_tokens": 2**13}, {"lora": Lora(16, on_host="layers")}):
-            self.assertEqual(*both(**options))
-        whole, halves = (step_memory(*given[:-2], False, None, halves=x) for x in (False, True))
-        self.assertEqual(whole, halves)
-        if supports_other_families():
-            olmo = sizes_of(tiny_config("olmo_hybrid"))
-            self.assertEqual([layer.has_halves for layer in olmo.layers], [True, False])
 
     def test_segments(self):
         """Named if the row of one GPU does not fit, and the longest that do."""

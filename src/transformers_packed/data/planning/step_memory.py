@@ -17,7 +17,6 @@ from ...models.memory import (
     HALF,
     Lora,
     attention_output,
-    halves_memory,
     head_memory,
     in_host_memory,
     layer_memory,
@@ -149,7 +148,7 @@ class StepMemory:
 class _Layer(NamedTuple):
     """Bytes that a layer saves, makes in its backward, and always holds, and those of the output of its attention.
 
-    If it is computed `again`, without its input. In `halves`, those of the larger half.
+    If it is computed `again`, without its input.
     """
 
     kept: float
@@ -157,7 +156,6 @@ class _Layer(NamedTuple):
     again: bool
     always: float
     output: float
-    halves: bool
 
     @property
     def held(self) -> float:
@@ -185,14 +183,12 @@ def step_memory(
     expert_parallel: int = 1,
     keep_attention: bool = False,
     segment_tokens: int | None = None,
-    halves: bool = False,
 ) -> StepMemory:
     """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
 
     `checkpointed` says which layers are, that of a head of multi-token prediction last. With `offload`, the GPU holds few
     checkpoints at a time, and no outputs of attention, which `keep_attention` keeps. With `segment_tokens`, checkpointed
-    layers compute segments of a row of one document. With `halves` and `offload`, those of whole rows compute their MLP and
-    their mixer again one after the other. `rows` are those of a step. Experts are spread over
+    layers compute segments of a row of one document. `rows` are those of a step. Experts are spread over
     `expert_parallel` GPUs, each of which has as many tokens.
     """
     whole = not is_sharded(lora, optimizer)
@@ -205,19 +201,7 @@ def step_memory(
     given = max_length, size, attention, stream
     segment = min(segment_tokens or tokens, tokens)
     kept_on_gpu = keep_attention and not offload
-    # Layers whose weights are in host memory run as a whole.
-    in_halves = halves and offload and lora.on_host != "layers"
-    ways = _layers(
-        sizes,
-        *given,
-        checkpointed,
-        lora,
-        expert_parallel,
-        kept_on_gpu,
-        parameters.head > 0,
-        segment,
-        in_halves,
-    )
+    ways = _layers(sizes, *given, checkpointed, lora, expert_parallel, kept_on_gpu, parameters.head > 0, segment)
     # Checkpointing always keeps the input of a layer.
     checkpoint, checkpoints = stream * tokens * sizes.hidden, sum(way.again for way in ways)
     on_device = on_gpu(lora) if offload else len(ways)
@@ -252,12 +236,9 @@ def step_memory(
 
 
 def _on_host(ways: list[_Layer], checkpoint: float, keeps_attention: bool) -> float:
-    """Bytes of checkpoints, of what first halves of layers make, and of attention that is kept with them.
-
-    That of long documents is unasked.
-    """
+    """Bytes of checkpoints, and of attention that is kept with them, as that of long documents is unasked."""
     again = [way for way in ways if way.again]
-    return sum((1 + way.halves) * checkpoint + keeps_attention * way.output for way in again)
+    return sum(checkpoint + way.output if keeps_attention else checkpoint for way in again)
 
 
 def _layers(
@@ -272,33 +253,30 @@ def _layers(
     keep_attention: bool,
     has_head: bool,
     segment: int,
-    halves: bool,
 ) -> list[_Layer]:
     """The layers that save activations, that of a head of multi-token prediction last.
 
-    Checkpointed ones compute segments of so many tokens, or run in `halves`.
+    Checkpointed ones compute segments of so many tokens.
     """
     tokens = -(-max_length // size)
 
     def of(layer: Layer, again: bool, is_head: bool) -> _Layer:
         cut, always = segment if again and segment < tokens else None, 0.0
-        parted = halves and again and not cut and layer.has_halves
         if is_head:
             kept, made, always = head_memory(sizes, max_length, size, attention, lora.mtp_only, stream, cut)
         elif cut:
             kept, made, always = segment_memory(sizes, layer, tokens, cut, lora, stream)
         else:
-            function = halves_memory if parted else layer_memory
-            kept, made = function(sizes, layer, max_length, size, attention, lora, stream)
+            kept, made = layer_memory(sizes, layer, max_length, size, attention, lora, stream)
         if expert_parallel > 1 and isinstance(layer.mlp, Experts):
             # The tokens that arrive for each choice, and the outputs of experts that come back.
             kept += HALF * 2 * (cut or tokens) * sizes.hidden * layer.mlp.chosen
-        if again and not cut and (is_head or not parted):
+        if again and not cut:
             kept -= stream * tokens * sizes.hidden
         output = attention_output(layer, tokens)
         more = keep_attention * output
         # The backward of a whole row has its output in any case.
-        return _Layer(kept, made + more if cut else made, again, always + more, output, parted)
+        return _Layer(kept, made + more if cut else made, again, always + more, output)
 
     layers = [(layer, False) for layer in sizes.layers] + [(sizes.head, True)] * has_head
     ways = [of(layer, again, is_head) for (layer, is_head), again in zip(layers, checkpointed, strict=True)]
