@@ -1,6 +1,7 @@
 """A token has the same bits in every row, also where the kernel of a product depends on the number of rows."""
 
 import unittest
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -214,6 +215,15 @@ class OpsTest(unittest.TestCase):
         self.assertEqual(verify(weight, weight, torch.bfloat16), "")
         with batch_invariant():
             self.assertIn("is not batch invariant", verify(weight, weight, torch.bfloat16))
+
+    def test_scaled_products_of_others_are_refused(self):
+        """Such as those of torchao's layers."""
+        values, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+        product = partial(torch._scaled_mm, values, values.t(), scale, scale, out_dtype=torch.float32)
+        expected = product()
+        with batch_invariant(), self.assertRaisesRegex(ValueError, "torch._scaled_mm, which is not batch invariant"):
+            product()
+        self.assertTrue(torch.equal(product(), expected))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import input_error
-from ..ops.float8 import MULTIPLE, VARIES
+from ..ops.float8 import MULTIPLE
 from ..ops.float8_blocks import BLOCK
+from ..ops.invariance import VARIES
 from .cuda_graphs import check_family, find_text_models, forget_graphs
 from .families import OWN, sizes_of
 from .float8_marks import MARK

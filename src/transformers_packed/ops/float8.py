@@ -24,16 +24,12 @@ from typing import Any
 import torch
 
 from .backends import triton
-from .invariance import is_batch_invariant
+from .invariance import VARIES, is_batch_invariant
 
 
 # Sizes of operands of products in float8 have to be multiples of this.
 MULTIPLE = 16
 DTYPE = torch.float8_e4m3fn
-# Of products with a scale for each row. Those of [`ops.float8_blocks`] have one kernel for any number of rows.
-VARIES = (
-    "is not batch invariant: PyTorch chooses the kernel of a product with a scale for each row by the number of rows"
-)
 _INFINITY = 0x7F800000
 
 

@@ -10,18 +10,26 @@ A library chooses the kernel of a matrix product by its number of rows, and kern
 
 A product whose left factor is a transposed view, such as the gradient of a weight, is a sum over rows and stays as it is.
 
-This replaces PyTorch's kernels of `mm` and `addmm`, so it includes layers that no op of this package computes. The ops ask
+This replaces PyTorch's kernels of `mm` and `addmm`, so it includes layers that no op of this package computes. PyTorch's
+products of scaled numbers in 8 or 4 bit, such as those of torchao's layers, raise an error. The ops ask
 [`is_batch_invariant`] and choose implementations whose chunks begin anew in each document.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..errors import unsupported
 
+
+# Of products with a scale for each row. Those of [`ops.float8_blocks`] have one kernel for any number of rows.
+VARIES = (
+    "is not batch invariant: PyTorch chooses the kernel of a product with a scale for each row by the number of rows"
+)
 # Rows of a block: as many as keep a GPU busy, within the elements of a buffer for the last block.
 _MOST_ROWS, _LEAST_ROWS, _ELEMENTS = 4096, 256, 1 << 27
 _ROWS_ON_CPU = 64
@@ -93,6 +101,9 @@ def set_batch_invariant(active: bool) -> None:
                 if (kernel := _kernel(name, device)) is not None:
                     product = _without_splits(name, kernel, in_blocks) if hopper and device == "CUDA" else in_blocks
                     library.impl(name, product, device, with_keyset=True)
+            for name in _SCALED_PRODUCTS:
+                if _kernel(name, device) is not None:
+                    library.impl(name, partial(_refuse, name), device)
     if hopper:
         _before = torch.backends.cuda.preferred_blas_library(), _allowed()
         torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -213,6 +224,11 @@ def _addmm_in_place(keys, added, *args, **scales):
     return _addmm(keys, added, *args, out=added, **scales)
 
 
+def _refuse(name: str, *_: Any, **__: Any) -> torch.Tensor:
+    raise unsupported("batch_invariant", f"torch.{name}, which {VARIES}", "Compute these layers in bfloat16.")
+
+
+_SCALED_PRODUCTS = ("_scaled_mm", "_scaled_mm.out", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
 _PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(("mm", "mm.out", "mm.dtype", "mm.dtype_out"), _mm),
     **dict.fromkeys(("addmm", "addmm.out", "addmm.dtype", "addmm.dtype_out"), _addmm),
