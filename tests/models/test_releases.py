@@ -25,7 +25,8 @@ HOME = "models/releases.py"
 # PyTorch's, which the ops and the copies of a model's state cannot do without. Tests run on each release of `setup.py`.
 TORCH = set(
     "_C _autograd _dynamo _inductor _are_functorch_transforms_active _get_current_graph_task_keep_graph "
-    "_top_saved_tensors_default_hooks _foreach_add_ _foreach_copy_ _foreach_mul _scaled_mm _unsafe_view _version "
+    "_top_saved_tensors_default_hooks _foreach_add_ _foreach_copy_ _foreach_mul _scaled_mm _scaled_mm_v2 "
+    "_scaled_grouped_mm _scaled_grouped_mm_v2 _unsafe_view _version "
     "_is_view _base _local_tensor _buffers _modules _parameters _compiled_call_impl _orig_mod _DropoutNd _NormBase "
     "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _forward_pre_hooks_with_kwargs "
     "_post_accumulate_grad_hooks _get_name _pytree _to_copy _make_wrapper_subclass _schema _state_dict_hooks "
