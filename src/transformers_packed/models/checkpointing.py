@@ -118,14 +118,17 @@ def keep_long_attention(
 
 def bytes_on_host(model: torch.nn.Module, unasked: bool = True) -> int:
     """Return the bytes of host memory for checkpoints of a model, and of those inside of it, with or without unasked outputs."""
-    found = {vars(module).get(_COPIES) for module in model.modules()}
-    return sum(host.bytes - (0 if unasked else host.bytes_unasked) for host in found if host is not None)
+    return sum(host.bytes if unasked else host.bytes - host.bytes_unasked for host in _hosts(model))
 
 
 def runs_in_halves(model: torch.nn.Module) -> bool:
     """Whether checkpointed layers of a model run in halves now, of which the host has two tensors."""
-    found = {vars(module).get(_COPIES) for module in model.modules()}
-    return any(host is not None and host.halves for host in found)
+    return any(host.halves for host in _hosts(model))
+
+
+def _hosts(model: torch.nn.Module) -> set[offload.HostCheckpoints]:
+    """Return the copies of a model, and of those inside of it."""
+    return {vars(module)[_COPIES] for module in model.modules() if _COPIES in vars(module)}
 
 
 def bytes_of_moments(model: torch.nn.Module | None) -> int:

@@ -118,8 +118,8 @@ def share_in_float8(model: PreTrainedModel, tokens: int) -> float:
     work = {name: x.in_features * x.out_features for name, x in layers.items() if _LAYER.search(name)}
     mixtures = {n: x.mlp for n, x in enumerate(sizes.layers) if isinstance(x.mlp, Experts)}
     chosen = {n: 3 * x.chosen * x.width * sizes.hidden for n, x in mixtures.items()}
-    work_of_experts = {name: chosen[number] for name, number in _numbers(experts).items()}
-    found = sum((work | work_of_experts)[name] for name, least in fewest.items() if least <= tokens)
+    every = work | {name: chosen[number] for name, number in _numbers(experts).items()}
+    found = sum(every[name] for name, least in fewest.items() if least <= tokens)
     return found / (sum(work.values()) + sum(chosen.values()))
 
 
