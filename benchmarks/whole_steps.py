@@ -66,7 +66,7 @@ PEAK_FLOPS = 989.4e12
 # Frozen weights that `make_base` makes.
 STORED = ("float8", "nf4", "fp8", "nvfp4", "awq")
 # The options that a result repeats.
-SETTINGS = "model weights tokens one_document optim checkpointing offload keep_attention segment_tokens lora linear experts_in_host_memory layers_in_host_memory float8 graphs torch_compile waits ddp_find_unused_parameters comm_hook".split()
+SETTINGS = "model weights tokens one_document optim checkpointing every_n_layers offload keep_attention segment_tokens lora linear experts_in_host_memory layers_in_host_memory float8 graphs torch_compile waits ddp_find_unused_parameters comm_hook".split()
 
 
 def lengths_of(args, seed: int = 0) -> list[int]:
@@ -224,7 +224,7 @@ def measure(args, config: dict) -> dict:
     set_seed(0)
     checkpointing, optimizer = checkpointing_argument(), OPTIMIZERS.get(args.optim)
     options = {checkpointing: args.checkpointing}
-    given = {name: getattr(args, name) for name in ("offload", "keep_attention", "segment_tokens")}
+    given = {name: getattr(args, name) for name in ("every_n_layers", "offload", "keep_attention", "segment_tokens")}
     chosen = {name: value for name, value in given.items() if value is not None}
     if chosen:
         options[f"{checkpointing}_kwargs"] = {"use_reentrant": False} | chosen
@@ -340,6 +340,7 @@ def main() -> int:
     )
     parser.add_argument("--optim", default=DEFAULT, metavar="NAME", help=optim)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--every-n-layers", type=int, metavar="N", help="checkpoint every n-th layer (default: all)")
     offload = "keep the inputs of checkpointed layers in host memory (default: PackedTrainer decides)"
     parser.add_argument("--offload", action=argparse.BooleanOptionalAction, help=offload)
     kept = "do not recompute attention (default: PackedTrainer decides)"
@@ -368,8 +369,9 @@ def main() -> int:
     parser.add_argument("--scratch", default="/tmp/whole_steps", help="folder of the trainer's files")
     parser.add_argument("--output", type=Path, help="add the result to this JSON file")
     args = parser.parse_args()
-    if not args.checkpointing and (args.offload is not None or args.keep_attention is not None or args.segment_tokens):
-        parser.error("--offload, --keep-attention and --segment-tokens need --checkpointing")
+    of_checkpoints = args.every_n_layers, args.offload, args.keep_attention, args.segment_tokens
+    if not args.checkpointing and any(value is not None for value in of_checkpoints):
+        parser.error("--every-n-layers, --offload, --keep-attention and --segment-tokens need --checkpointing")
     on_host = on_host_of(args.experts_in_host_memory, args.layers_in_host_memory)
     if on_host and (not args.lora or args.weights not in ("bfloat16", *STORED[1:])):
         parser.error(f"--{on_host}-in-host-memory needs --lora and --weights of bfloat16, {', '.join(STORED[1:])}")

@@ -117,6 +117,7 @@ def computed(file, run):
     spread = "EP" if "EP" in words else "FSDP2" if "FSDP2" in words or run.get("kind") == "fsdp2" else ""
     always = file in ("sequence_parallel", "long_documents", "one_document", "segments")
     saving = (run.get("checkpointing") or always) + bool(run.get("offload") or "offload" in variant)
+    every = run.get("every_n_layers") or 1
     stored = NF4 if weights == "nf4" else stored_as(config)
     need = step_memory(
         sizes,
@@ -125,7 +126,7 @@ def computed(file, run):
         size,
         2 if spread else 1,
         4 if weights == "float32" else 2,
-        checkpointed_layers(config, int(saving > 0), bool(mtp)),
+        checkpointed_layers(config, every * (saving > 0), bool(mtp)),
         saving == 2,
         arm.split("+")[1] if size > 1 else None,
         Lora(
@@ -143,6 +144,7 @@ def computed(file, run):
     )
     kept = ", attention kept" if "kept" in words else ""
     kept += f", segments of {run['segment_tokens']:,}" if run.get("segment_tokens") else ""
+    kept += f", every {every} layers" if every > 1 else ""
     head = {"": "", "mtp": ", MTP", "mtp-only": ", MTP alone"}[mtp]
     own = config.num_hidden_layers == MIXTURES[model]().num_hidden_layers if model in MIXTURES else True
     shape = f"{HYBRIDS.get(model, model)}{'' if own else f', {layers} layers'}"
