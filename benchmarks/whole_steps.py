@@ -32,7 +32,6 @@ import os
 import shlex
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -51,8 +50,7 @@ from transformers_packed import (
     keep_experts_in_host_memory,
     keep_layers_in_host_memory,
 )
-from transformers_packed.models.checkpointing import bytes_on_host, runs_in_halves
-from transformers_packed.models.halves import use_halves
+from transformers_packed.models.checkpointing import bytes_on_host
 from transformers_packed.models.host_experts import bytes_in_host_memory
 from transformers_packed.models.memory import on_host_of
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
@@ -290,8 +288,7 @@ def measure(args, config: dict) -> dict:
         trainer.accelerator.dataloader_config.non_blocking = False
     if args.profile and trainer.is_fsdp_enabled:
         model.get_decoder().layers[-1].register_forward_pre_hook(clock.note_addresses)
-    with use_halves() if args.halves else nullcontext():
-        trainer.train()
+    trainer.train()
     seconds = (clock.times[clock.last] - clock.times[clock.first]) / args.steps
     lengths = lengths_of(args)
     # Rows are not quite full.
@@ -317,7 +314,6 @@ def measure(args, config: dict) -> dict:
     if args.checkpointing:
         host = bytes_on_host(model)
         found |= {"offload": host > 0, "host_GiB": round(host / 2**30, 2)}
-        found |= {"halves": True} if runs_in_halves(model) else {}
     if args.torch_compile:
         found |= compiled_and_not(trainer, clock)
     if clock.trace is not None:
@@ -345,8 +341,6 @@ def main() -> int:
     parser.add_argument("--offload", action=argparse.BooleanOptionalAction, help=offload)
     kept = "do not recompute attention (default: PackedTrainer decides)"
     parser.add_argument("--keep-attention", action=argparse.BooleanOptionalAction, help=kept)
-    in_halves = "with offload, compute the MLP and the mixer of a layer again one after the other"
-    parser.add_argument("--halves", action="store_true", help=in_halves)
     parser.add_argument("--segment-tokens", type=int, metavar="N", help="let layers compute segments of N tokens")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers and experts")
     parser.add_argument("--linear", action="store_true", help="with --lora, none on experts")

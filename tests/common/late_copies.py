@@ -5,7 +5,6 @@ from unittest import mock
 
 import torch
 
-from transformers_packed.models.halves import in_halves
 from transformers_packed.ops import offload
 
 
@@ -67,12 +66,6 @@ class LateCopies(offload.Copies):
     def allocate(self, size):
         self.allocated += 1
         return torch.empty(size, dtype=torch.uint8)
-
-
-def checkpoint_functions(layers) -> list:
-    """What runs layers under checkpointing, or their halves."""
-    functions = [layer._gradient_checkpointing_func for layer in layers]
-    return [x.args[-1] if getattr(x, "func", None) is in_halves else x for x in functions]
 
 
 def on_a_cpu(smallest: int):

@@ -1,7 +1,6 @@
 """Copies of checkpoints to host memory and back, beside the computation: `make test-gpu`."""
 
 import unittest
-from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -13,7 +12,6 @@ from mixins.model import gradients, packed_batch
 from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint
 
-from transformers_packed.models.halves import use_halves
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops import offload
 from transformers_packed.ops.offload import Copies, HostCheckpoints
@@ -137,26 +135,6 @@ class OffloadTest(unittest.TestCase):
         self.assertGreaterEqual(without - with_it, (LAYERS - 1) * CHECKPOINT * 0.99)
         # Nothing stays behind.
         self.assertEqual([after_forward() for _ in range(3)], [with_it] * 3)
-
-    def test_layers_in_halves(self):
-        """No bit changes, and the activations of a mixer and an MLP never exist together."""
-        sizes = {"hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2}
-        sizes |= {"linear_num_key_heads": 16, "linear_num_value_heads": 16}
-        self.model, self.batch = model_on_gpu(**sizes), row(9000, 1, 6000, 1383)
-        self.enable(True)
-        found = {}
-        for whole in (True, False):
-            with nullcontext() if whole else use_halves():
-                self.gradients()
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                found[whole] = self.gradients(), torch.cuda.max_memory_allocated() - before
-            self.assertEqual(self.copies.halves, None if whole else True)
-        self.assert_same(found[False][0], found[True][0])
-        report("layers in halves", MiB_whole=found[True][1] / 2**20, MiB_halves=found[False][1] / 2**20)
-        # At least a tensor as wide as the MLP.
-        self.assertLess(found[False][1], found[True][1] - 16384 * 3584 * 2)
 
     def test_buffers_are_used_again(self):
         self.enable(True)

@@ -369,7 +369,7 @@ class CudaGraphsTest(RecordedTest):
             self.assertEqual(bool(reason), asked is True, reason)
         with on_a_cpu(64):
             self.assert_same_step(graphed, plain, row_of([100, 29]))
-            self.assertEqual(bytes_on_host(graphed, unasked=False), 4 << 16)
+            self.assertEqual(bytes_on_host(graphed), 4 << 16)
             self.assertEqual(RunsAgain.replayed, 0)
             self.assert_same_step(graphed, plain, row_of([20, 30]))
         self.assertEqual((RunsAgain.made, RunsAgain.replayed, len(self.warnings)), (2, 2, 1))

@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from common.late_copies import LateCopies, checkpoint_functions, on_a_cpu
+from common.late_copies import LateCopies, on_a_cpu
 from mixins.model import gradients, packed_batch
 from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -312,9 +312,8 @@ class ModelTest(unittest.TestCase):
         self.model = patch_model(Qwen3_5ForCausalLM(config)).train()
 
     def functions(self, model=None):
-        return checkpoint_functions(
-            layer for layer in (model or self.model).model.layers if layer.gradient_checkpointing
-        )
+        layers = (model or self.model).model.layers
+        return [layer._gradient_checkpointing_func for layer in layers if layer.gradient_checkpointing]
 
     def test_the_options_of_transformers(self):
         batch = packed_batch([torch.arange(1, 6), torch.arange(1, 4)])

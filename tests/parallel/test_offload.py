@@ -1,7 +1,6 @@
 """Checkpoints in host memory, and those that keep attention, with DDP, FSDP2, sequence parallelism and adapters."""
 
 import unittest
-from contextlib import nullcontext
 
 import torch
 from common.late_copies import on_a_cpu
@@ -12,12 +11,11 @@ from parameterized import parameterized
 from torch import distributed
 
 from transformers_packed import patch_model
-from transformers_packed.models.halves import use_halves
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.parallel import SequenceParallel, shard_batch
 
 
-def run(kind: str, lora: bool, in_halves: bool) -> int:
+def run(kind: str, lora: bool) -> int:
     """Check that gradients are the same to the bit, and return the number of copies."""
     model = patch_model(all_linear("qwen3_5") if lora else builtin_model("qwen3_5")).train()
     inner = model.get_base_model() if lora else model
@@ -42,7 +40,7 @@ def run(kind: str, lora: bool, in_halves: bool) -> int:
     expected = gradients()
     inner.activation_checkpointing_enable({"keep_attention": True})
     check()
-    with on_a_cpu(64), use_halves() if in_halves else nullcontext():
+    with on_a_cpu(64):
         inner.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
         for _ in range(2):
             check()
@@ -53,12 +51,9 @@ def run(kind: str, lora: bool, in_halves: bool) -> int:
 
 @unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")
 class OffloadTest(unittest.TestCase):
-    @parameterized.expand(
-        [("ddp", False), ("fsdp2", True), ("fsdp2_resharded", False), ("parts", True), ("parts", True, True)]
-        + [("ddp", True, True), ("fsdp2", False, True), ("fsdp2_resharded", True, True)]
-    )
-    def test_changes_no_bit(self, kind, lora, in_halves=False):
-        for copies in run_once(run, 2, kind, lora, in_halves):
-            # Of each layer a tensor or two to the host and back, but for those of the last one, in two steps.
+    @parameterized.expand([("ddp", False), ("fsdp2", True), ("fsdp2_resharded", False), ("parts", True)])
+    def test_changes_no_bit(self, kind, lora):
+        for copies in run_once(run, 2, kind, lora):
+            # Of each layer to the host and back, but for the last one, in two steps.
             layers = builtin_model("qwen3_5").config.num_hidden_layers
-            self.assertEqual(copies, (1 + in_halves) * 2 * (2 * layers - 1))
+            self.assertEqual(copies, 2 * (2 * layers - 1))

@@ -11,7 +11,7 @@ import torch
 import transformers
 from accelerate.data_loader import DataLoaderShard
 from common.families import tiny_model
-from common.late_copies import checkpoint_functions, on_a_cpu
+from common.late_copies import on_a_cpu
 from common.processes import FSDP_ON_CPU
 from common.shown import shows
 from datasets import Dataset
@@ -148,7 +148,7 @@ class SetUpTest(ConfigureTestCase):
             self.assertIs("checkpointed layers go to host memory" in line, on_gpu)
             with on_a_cpu(64):
                 said(trainer.train)
-            functions = checkpoint_functions(trainer.model.model.layers)
+            functions = [layer._gradient_checkpointing_func for layer in trainer.model.model.layers]
             self.assertEqual([x.func is keep_long_attention for x in functions], [on_gpu] * len(functions))
             losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
         host, inner = functions[0].args

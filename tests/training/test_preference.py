@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from unittest import mock
 
 import torch
-from common.late_copies import checkpoint_functions, on_a_cpu
+from common.late_copies import on_a_cpu
 from common.records import make_tokenizer
 from common.trl_trainers import TRLTestCase, build_classifier, build_model, preference_trainer
 from mixins.padding import computed_tokens
@@ -158,7 +158,8 @@ class CheckpointsTest(PreferenceTestCase):
             configured(trainer)
         with on_a_cpu(64):
             trainer.train()
-        functions = checkpoint_functions(trainer.model.model.layers)
+        layers = trainer.model.model.layers
+        functions = [layer._gradient_checkpointing_func for layer in layers]
         self.assertEqual({x.func for x in functions}, {keep_long_attention})
         # It runs the copies, which all layers share.
         hosts = {host for x in functions for host in (x.args[0], x.args[1].func)}

@@ -6,12 +6,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import input_error
 from ..ops import offload
 from ..ops.kept_attention import keeping_attention
-from .halves import in_halves
 from .releases import arguments_of_layer, wrap_checkpoints
 from .segments import check_size, in_segments
 from .versions import check_checkpointing
@@ -72,14 +70,9 @@ def enable(model: torch.nn.Module, usual: Callable, options: Options) -> None:
         others = others | {"context_fn": partial(keeping_attention, host) if beside else keeping_attention}
     usual(others or None, options.every_n_layers, options.offload is True and not beside)
     if beside:
-        layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        host.layers = sum(layer.gradient_checkpointing for layer in layers)
         wrap_checkpoints(model, host)
         if options.keep_attention == _AUTO:
             wrap_checkpoints(model, partial(keep_long_attention, host))
-        # A user's contexts are for a whole layer.
-        if not (options.others.get("use_reentrant") or "context_fn" in options.others):
-            wrap_checkpoints(model, partial(in_halves, host))
     if options.segment_tokens is not None:
         wrap_checkpoints(model, partial(in_segments, options.segment_tokens))
 
@@ -119,11 +112,6 @@ def keep_long_attention(
 def bytes_on_host(model: torch.nn.Module, unasked: bool = True) -> int:
     """Return the bytes of host memory for checkpoints of a model, and of those inside of it, with or without unasked outputs."""
     return sum(host.bytes if unasked else host.bytes - host.bytes_unasked for host in _hosts(model))
-
-
-def runs_in_halves(model: torch.nn.Module) -> bool:
-    """Whether checkpointed layers of a model run in halves now, of which the host has two tensors."""
-    return any(host.halves for host in _hosts(model))
 
 
 def _hosts(model: torch.nn.Module) -> set[offload.HostCheckpoints]:

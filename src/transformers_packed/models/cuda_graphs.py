@@ -30,7 +30,6 @@ from .checkpointing import keep_long_attention
 from .experts import isolates
 from .families import OWN, families_of, titles
 from .family import Family, Own
-from .halves import in_halves
 from .host_parameters import host_of
 from .quantized_weights import StoredWeight, tensors_of
 from .recordings import RecordedLayers, RecordedRow, Use, is_on_gpu, new_place, same_counts
@@ -426,8 +425,6 @@ def _reason_against_checkpointing(layers: Iterable[torch.nn.Module]) -> str:
 
 def _automatic(function: Any) -> bool:
     run = getattr(function, "func", None)
-    if run is in_halves:
-        return function.args[0].automatic
     return run is keep_long_attention or (isinstance(run, HostCheckpoints) and run.automatic)
 
 

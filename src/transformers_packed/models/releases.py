@@ -207,13 +207,6 @@ def arguments_of_layer(function: Callable) -> dict[str, Any]:
     return dict(function.keywords) if isinstance(function, partial) else {}
 
 
-def forward_of_layer(function: Callable) -> tuple[Callable | None, torch.nn.Module | None]:
-    """Return the forward of a layer, and the layer, to which Transformers binds it for the checkpointing function."""
-    if isinstance(function, partial) and len(function.args) == 1 and isinstance(function.args[0], torch.nn.Module):
-        return function.func, function.args[0]
-    return None, None
-
-
 def fills_in_arguments(forward: Callable | None) -> bool:
     """Whether Transformers fills in arguments of a forward from the configuration."""
     while forward is not None and getattr(forward, "__code__", None) is not _code_that_fills_in():

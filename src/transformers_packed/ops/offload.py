@@ -63,8 +63,6 @@ class HostCheckpoints:
 
     def __init__(self, needed: Callable[[], int] | None = None) -> None:
         self.needed, self._copies = needed, dict[torch.device, Copies]()
-        # How many functions a step runs, or 0 if nobody knows.
-        self.layers = 0
 
     @property
     def automatic(self) -> bool:
@@ -76,18 +74,11 @@ class HostCheckpoints:
         return sum(copies.bytes for copies in self._copies.values())
 
     @property
-    def halves(self) -> bool:
-        """Whether layers run in halves."""
-        return any(copies.halves for copies in self._copies.values())
-
-    @property
     def bytes_unasked(self) -> int:
         """Bytes of the buffers for outputs that nobody asked for."""
         return sum(copies.bytes_unasked for copies in self._copies.values())
 
-    def __call__(
-        self, checkpoint: Callable, function: Callable, *args: Any, save: Callable | None = None, **kwargs: Any
-    ) -> Any:
+    def __call__(self, checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Return `checkpoint(function, *args, **kwargs)`.
 
         Args:
@@ -95,49 +86,32 @@ class HostCheckpoints:
                 `torch.utils.checkpoint.checkpoint`, or a function like it.
             function (`Callable`):
                 Function that is computed again in backward.
-            save (`Callable`, *optional*):
-                Saves the arguments in place of [`save`], such as that of [`Halves`].
 
         Raises:
             `ValueError`: `function` writes into one of its arguments, which would then be of another state in backward.
             `MemoryError`: the host has no memory for the copies, which are not automatic.
         """
-        with saved_tensors_hooks(save or self.save, self.load):
+        with saved_tensors_hooks(self.save, self.load):
             return checkpoint(function, *args, **kwargs)
 
     def __reduce__(self):
         # A copy of the model has its own buffers.
         return HostCheckpoints, (_none,) if self.automatic else ()
 
-    def copies_of(self, tensor: torch.Tensor) -> "Copies | None":
-        """Return the copies of a tensor's device, or `None` if the tensor stays there."""
-        if not leaves(tensor, SMALLEST_UNASKED if self.automatic else _SMALLEST):
-            return None
-        if tensor.device not in self._copies:
-            self._copies[tensor.device] = Copies(tensor.device, self.needed)
-        return self._copies[tensor.device]
-
-    def save(
-        self,
-        tensor: torch.Tensor,
-        inside: bool = False,
-        beside: bool = False,
-        unasked: bool = False,
-        host: torch.Tensor | None = None,
-    ) -> Any:
+    def save(self, tensor: torch.Tensor, inside: bool = False, beside: bool = False, unasked: bool = False) -> Any:
         """Return what [`load`] takes: a tensor that leaves the GPU, or one that stays.
 
         `inside` says that the function that runs has made it, and needs it in backward after its own inputs. `beside` says
         that it comes from one kernel with the tensor that was saved last. Both leave the GPU at the next save then.
         `unasked` says that it can be computed again, so it takes no memory that inputs need, and may be changed.
-        `host` is a buffer that it has already.
         """
-        copies = self.copies_of(tensor)
-        if copies is None:
+        if not leaves(tensor, SMALLEST_UNASKED if self.automatic else _SMALLEST):
             return _Kept(tensor, inside, unasked)
+        copies = self._copies.get(tensor.device)
+        if copies is None:
+            copies = self._copies[tensor.device] = Copies(tensor.device, self.needed)
         last = copies.last if beside else copies.let_leave(tensor.nbytes)
-        if host is None:
-            host = copies.take(tensor.nbytes, unasked)
+        host = copies.take(tensor.nbytes, unasked)
         if host is None:
             return _Kept(tensor, inside, unasked)
         return _Saved(tensor, copies, host, last, inside, beside, unasked)
@@ -186,8 +160,6 @@ class Copies:
         self.free_unasked, self.bytes_unasked = list[torch.Tensor](), 0
         self.most_unasked: float | None = None
         self.inputs_have_buffers = False
-        # Whether layers run in halves, which save a second tensor. `None` before the first one.
-        self.halves: bool | None = None
         # What was saved last, and the last input of a function.
         self.last: Callable[[], _Saved | None] = _nothing
         self.input: Callable[[], _Saved | None] = _nothing
@@ -218,21 +190,15 @@ class Copies:
         return last
 
     def decide(self) -> None:
-        """End copies that nobody asked for if most layers have waited, and the device has room for what it gets back."""
+        """End the copies if most layers have waited for them, and the device has room for what it gets back."""
         layers = (self.layers or [])[:_LAYERS]
         # The host is ahead of the device.
         if len(layers) < _LAYERS or not all(event.query() for event in layers[-1]):
             return
         self.layers = None
         waited = sum(begun.elapsed_time(end) * _WAITS < end.elapsed_time(copied) for begun, copied, end in layers)
-        needed = 0 if self.needed is None else self.needed()
-        if 2 * waited <= len(layers) or self.bytes >= _ROOM * self.room() - needed:
-            return
-        if self.halves:
-            # Inputs alone are half of the copies, and may be worth it.
-            self.halves, self.layers = False, []
-            logger.warning_once("Layers are computed again as a whole, because more copies to the host take too long.")
-        elif self.needed is not None:
+        assert self.needed is not None
+        if 2 * waited > len(layers) and self.bytes < _ROOM * self.room() - self.needed():
             self.most = 0
             logger.warning_once(
                 "Checkpoints stay on the GPU, because their copies to the host take longer than layers."
@@ -261,11 +227,10 @@ class Copies:
             target.copy_(source, non_blocking=True)
             return self.stream.record_event(self.timer())
 
-    def take(self, size: int, unasked: bool = False, in_time: bool = False) -> torch.Tensor | None:
+    def take(self, size: int, unasked: bool = False) -> torch.Tensor | None:
         """Return a buffer of at least `size` bytes. A free one that is too small makes room for a new one.
 
         Automatic copies, and outputs that nobody asked for, get `None` if the tensor stays on the device.
-        `in_time` says that inputs do not need the memory of such an output.
         """
         if not self.most:
             self.free.clear()
@@ -276,31 +241,13 @@ class Copies:
         fitting = [at for at, buffer in enumerate(free) if buffer.nbytes >= size]
         if fitting:
             return free.pop(min(fitting, key=lambda at: free[at].nbytes))
-        if not unasked:
-            return self.new(host_memory.whole_pages(size))
-        in_time = in_time or self.inputs_have_buffers or not _inputs_first
-        return self.new_unasked(host_memory.whole_pages(size)) if in_time else None
-
-    def take_for_half(self, size: int, layers: int) -> torch.Tensor | None:
-        """Return a buffer for what the first half of a layer makes, or `None` if the layer has to run as a whole.
-
-        The input of the layer has at least as many bytes. It comes first, so its own buffer has to be there already, or
-        there has to be room for two tensors of each of the step's layers.
-        """
-        if self.halves is False:
-            return None
-        if _inputs_first and not any(buffer.nbytes >= size for buffer in self.free):
-            room = min(self.most - self.bytes, self.share_of_host())
-            if not layers or 2 * layers * host_memory.whole_pages(size) - self.bytes > room:
-                return None
-        buffer = self.take(size, unasked=True, in_time=True)
-        if buffer is not None and self.halves is None:
-            # More copies than before are measured, and may be given up, although somebody asked for those of inputs.
-            self.halves, self.layers = True, []
-        return buffer
+        size = host_memory.whole_pages(size)
+        return self.new_unasked(size) if unasked else self.new(size)
 
     def new_unasked(self, size: int) -> torch.Tensor | None:
-        """Return a new buffer for an output, or `None` if there is no room."""
+        """Return a new buffer for an output, or `None` where inputs may need the memory."""
+        if _inputs_first and not self.inputs_have_buffers:
+            return None
         if self.most_unasked is None:
             self.most_unasked = self.share_of_host()
         if self.free_unasked:
@@ -388,9 +335,6 @@ class _Kept:
         assert self.tensor is not None
         return self.tensor
 
-    def share(self, tensor: torch.Tensor) -> None:
-        """Serve a second function too, which runs after the first one and takes the same `tensor`."""
-
     def is_changed(self) -> bool:
         """Whether somebody has written into the tensor."""
         return self.changed or (self.tensor is not None and self.tensor._version != self.version)
@@ -420,8 +364,6 @@ class _Saved(_Kept):
     ):
         super().__init__(tensor, inside, unasked)
         self.copies, self.loaded = copies, False
-        # How many functions take it, and how often their backwards have loaded it.
-        self.uses, self.loads = 1, 0
         # What leaves the device with it.
         self.beside = last if beside else _nothing
         # Attention returns tensors with the heads before the tokens, but not in memory.
@@ -441,29 +383,14 @@ class _Saved(_Kept):
     def load(self) -> torch.Tensor:
         """Return the tensor on the device, and start the copy of the one that is needed next."""
         self.check()
-        tensor = self.fetch()
-        self.loads += 1
-        if self.loads % self.uses:
-            # The first function needs it next.
-            self.arrive()
-            return tensor
-        self.loaded = True
+        tensor, self.loaded = self.fetch(), True
         self.leave()
         earlier = self.before()
         while earlier is not None and earlier.loaded:
             earlier = earlier.before()
-        # What has left together is needed together.
-        for other in () if earlier is None else (earlier, earlier.beside()):
-            if other is not None and not other.loaded:
-                other.fetch()
+        if earlier is not None:
+            earlier.fetch()
         return tensor
-
-    def share(self, tensor: torch.Tensor) -> None:
-        self.copies.let_leave(tensor.nbytes)
-        self.uses += 1
-        # Until the next save, so that a function that writes into it is found.
-        self.hold(tensor)
-        self.copies.last = weakref.ref(self)
 
     def fetch(self) -> torch.Tensor:
         """Return the tensor on the device, where it may not have arrived."""
@@ -478,15 +405,11 @@ class _Saved(_Kept):
         self.tensor, self.version, self.stream = tensor, tensor._version, self.copies.compute_stream()
 
     def leave(self) -> None:
-        """Give up the tensor on the device."""
+        """Give up the tensor on the device. What comes later on its stream, and on this one, waits for its copy."""
         if self.tensor is not None:
-            self.arrive()
+            for stream in (self.stream, self.copies.compute_stream()):
+                stream.wait_event(self.copied)
             self.tensor = None
-
-    def arrive(self) -> None:
-        """Let what comes later on the tensor's stream, and on this one, wait for its copy."""
-        for stream in (self.stream, self.copies.compute_stream()):
-            stream.wait_event(self.copied)
 
     def leave_unchanged(self) -> None:
         """Let it leave the device, and what was saved beside it. Raise a `ValueError` if somebody has changed one."""

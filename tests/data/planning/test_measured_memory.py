@@ -67,8 +67,6 @@ def why_left_out(file, run):
         return "code of others"
     if run.get("family", "qwen3_5").partition(",")[0] not in {family.name for family in SIZED}:
         return "a family whose sizes are not known"
-    if run.get("halves"):
-        return "layers in halves, which no plan counts on"
     # A replay allocates nothing.
     if "graphs" in words or run.get("graphs") or run.get("chose_graphs") or run.get("graphs_GiB"):
         return "CUDA graphs, which own memory"

@@ -17,7 +17,6 @@ from ...ops import attention, causal_conv1d_qkv, gated_rms_norm, glu, kimi_delta
 from ...ops.attention import options_of_layer
 from ..cuda_graphs import LayerGraphs
 from ..experts import run_experts
-from ..halves import half, has_halves
 from ..host_parameters import reads_host_weights
 from ..inputs import PackingKwargs
 from ..outputs import LanguageModelMixin
@@ -238,7 +237,6 @@ class BailingHybridMoE(builtin.BailingHybridMoE):
 class BailingHybridDecoderLayer(builtin.BailingHybridDecoderLayer):
     @takes_cache(CACHE)
     @reads_host_weights
-    @has_halves
     def forward(  # type: ignore[misc]  # Named here, and also in `PackingKwargs`.
         self,
         hidden_states: torch.Tensor,
@@ -248,22 +246,13 @@ class BailingHybridDecoderLayer(builtin.BailingHybridDecoderLayer):
         use_cache: bool | None = False,
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
+        hidden_states, residual = norm_of_stream(self.input_layernorm, BailingHybridRMSNorm, hidden_states)
         options: dict[str, Any] = {"attention_mask": attention_mask, **kwargs}
         if self.block_type == "linear_attention":
-            options |= {LINEAR_CACHE: cache}
+            hidden_states = self.self_attn(hidden_states=hidden_states, **{LINEAR_CACHE: cache}, **options)
         else:
             options |= {"position_ids": position_ids, CACHE: cache}
-        residual, hidden_states = half(self.mix, hidden_states, **options)
-        return half(self.transform, residual, hidden_states)
-
-    def mix(self, hidden_states: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream, and what the mixer makes of it, `[B, T, hidden]` each."""
-        hidden_states, residual = norm_of_stream(self.input_layernorm, BailingHybridRMSNorm, hidden_states)
-        mixed = self.self_attn(hidden_states=hidden_states, **options)
-        return residual, mixed if self.block_type == "linear_attention" else mixed[0]
-
-    def transform(self, residual: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Add the output of the mixer to the residual stream, and then that of the MLP."""
+            hidden_states, _ = self.self_attn(hidden_states=hidden_states, **options)
         norm = self.post_attention_layernorm
         hidden_states, residual = norm_of_stream(norm, BailingHybridRMSNorm, hidden_states, residual)
         return residual + self.mlp(hidden_states)

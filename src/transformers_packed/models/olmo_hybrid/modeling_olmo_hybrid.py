@@ -16,7 +16,6 @@ from ...errors import input_error
 from ...ops import attention, causal_conv1d_qkv, gated_delta_gates, gated_delta_rule, gated_rms_norm, glu, rms_norm
 from ...ops.attention import options_of_layer
 from ..cuda_graphs import LayerGraphs
-from ..halves import half, has_halves
 from ..inputs import PackingKwargs
 from ..outputs import LanguageModelMixin
 from ..projections import gate_and_project, project, to_fuse
@@ -152,7 +151,6 @@ class OlmoHybridRMSNormGated(builtin.OlmoHybridRMSNormGated):
 @fast_path
 class OlmoHybridLinearAttentionDecoderLayer(builtin.OlmoHybridLinearAttentionDecoderLayer):
     @takes_cache(CACHE)
-    @has_halves
     def forward(  # type: ignore[misc]  # Named here, and also in `PackingKwargs`.
         self,
         hidden_states: torch.Tensor,
@@ -164,17 +162,9 @@ class OlmoHybridLinearAttentionDecoderLayer(builtin.OlmoHybridLinearAttentionDec
         output_attentions: bool | None = False,
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
-        options = {LINEAR_CACHE: cache, "attention_mask": attention_mask, **kwargs}
-        residual, hidden_states = half(self.mix, hidden_states, **options)
-        return half(self.transform, residual, hidden_states)
-
-    def mix(self, hidden_states: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream, and what the mixer makes of it, `[B, T, hidden]` each."""
         hidden_states, residual = norm_of_stream(self.input_layernorm, OlmoHybridRMSNorm, hidden_states)
-        return residual, self.linear_attn(hidden_states=hidden_states, **options)
-
-    def transform(self, residual: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Add the output of the mixer to the residual stream, and then that of the MLP."""
+        options = {LINEAR_CACHE: cache, **kwargs}
+        hidden_states = self.linear_attn(hidden_states=hidden_states, attention_mask=attention_mask, **options)
         norm = self.post_attention_layernorm
         hidden_states, residual = norm_of_stream(norm, OlmoHybridRMSNorm, hidden_states, residual)
         return residual + self.mlp(hidden_states)

@@ -1,7 +1,5 @@
 """OLMo-Hybrid with support for packed rows: the differences from Qwen3-Next."""
 
-from typing import Any
-
 import torch
 from transformers.cache_utils import Cache
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid as builtin
@@ -10,7 +8,6 @@ from transformers.processing_utils import Unpack
 from ...ops import attention, gated_delta_gates
 from ...ops.attention import options_of_layer
 from ..cuda_graphs import LayerGraphs
-from ..halves import half, has_halves
 from ..inputs import PackingKwargs
 from ..kimi_linear.modular_kimi_linear import KimiLinearRMSNorm
 from ..projections import gate_and_project, project
@@ -70,7 +67,6 @@ class OlmoHybridRMSNormGated(Qwen3NextRMSNormGated):
 @fast_path
 class OlmoHybridLinearAttentionDecoderLayer(builtin.OlmoHybridLinearAttentionDecoderLayer):
     @takes_cache(CACHE)
-    @has_halves
     def forward(  # type: ignore[misc]  # Named here, and also in `PackingKwargs`.
         self,
         hidden_states: torch.Tensor,
@@ -82,17 +78,9 @@ class OlmoHybridLinearAttentionDecoderLayer(builtin.OlmoHybridLinearAttentionDec
         output_attentions: bool | None = False,
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
-        options = {LINEAR_CACHE: cache, "attention_mask": attention_mask, **kwargs}
-        residual, hidden_states = half(self.mix, hidden_states, **options)
-        return half(self.transform, residual, hidden_states)
-
-    def mix(self, hidden_states: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream, and what the mixer makes of it, `[B, T, hidden]` each."""
         hidden_states, residual = norm_of_stream(self.input_layernorm, OlmoHybridRMSNorm, hidden_states)
-        return residual, self.linear_attn(hidden_states=hidden_states, **options)
-
-    def transform(self, residual: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Add the output of the mixer to the residual stream, and then that of the MLP."""
+        options = {LINEAR_CACHE: cache, **kwargs}
+        hidden_states = self.linear_attn(hidden_states=hidden_states, attention_mask=attention_mask, **options)
         norm = self.post_attention_layernorm
         hidden_states, residual = norm_of_stream(norm, OlmoHybridRMSNorm, hidden_states, residual)
         return residual + self.mlp(hidden_states)

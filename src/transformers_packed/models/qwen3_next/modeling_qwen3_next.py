@@ -29,7 +29,6 @@ from ...ops import (
 from ...ops.attention import options_of_layer
 from ..cuda_graphs import LayerGraphs
 from ..experts import run_experts
-from ..halves import half, has_halves
 from ..host_parameters import reads_host_weights
 from ..inputs import PackingKwargs
 from ..outputs import DocumentClassifierMixin, LanguageModelMixin, TokenClassifierMixin
@@ -242,7 +241,6 @@ class Qwen3NextSparseMoeBlock(builtin.Qwen3NextSparseMoeBlock):
 class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
     @takes_cache(CACHE)
     @reads_host_weights
-    @has_halves
     def forward(  # type: ignore[misc]  # Named here, and also in `PackingKwargs`.
         self,
         hidden_states: torch.Tensor,
@@ -252,23 +250,13 @@ class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
         cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
+        hidden_states, residual = norm_of_stream(self.input_layernorm, Qwen3NextRMSNorm, hidden_states)
         options: dict[str, Any] = {"attention_mask": attention_mask, **kwargs}
         if self.block_type == "linear_attention":
-            options |= {LINEAR_CACHE: cache}
+            hidden_states = self.linear_attn(hidden_states=hidden_states, **{LINEAR_CACHE: cache}, **options)
         else:
             options |= {"position_ids": position_ids, "position_embeddings": position_embeddings, CACHE: cache}
-        residual, hidden_states = half(self.mix, hidden_states, **options)
-        return half(self.transform, residual, hidden_states)
-
-    def mix(self, hidden_states: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream, and what the mixer makes of it, `[B, T, hidden]` each."""
-        hidden_states, residual = norm_of_stream(self.input_layernorm, Qwen3NextRMSNorm, hidden_states)
-        if self.block_type == "linear_attention":
-            return residual, self.linear_attn(hidden_states=hidden_states, **options)
-        return residual, self.self_attn(hidden_states=hidden_states, **options)[0]
-
-    def transform(self, residual: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Add the output of the mixer to the residual stream, and then that of the MLP."""
+            hidden_states, _ = self.self_attn(hidden_states=hidden_states, **options)
         norm = self.post_attention_layernorm
         hidden_states, residual = norm_of_stream(norm, Qwen3NextRMSNorm, hidden_states, residual)
         hidden_states = self.mlp(hidden_states)
