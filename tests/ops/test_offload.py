@@ -10,12 +10,17 @@ from unittest import mock
 
 import torch
 from common.late_copies import LateCopies, on_a_cpu
+from mixins.lora import builtin_model
 from mixins.model import gradients, packed_batch
+from mixins.patch import BUILTINS, OTHERS, documents
+from mixins.vision import TEXT
 from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from transformers_packed import patch_model
+from transformers_packed import add_mtp, patch_model, use_float8
+from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops import host_memory, offload
 
@@ -123,6 +128,27 @@ class SavedTest(unittest.TestCase):
             output = run(lambda x: x.mul_(2).sin(), given)
             with self.assertRaisesRegex(ValueError, "input as it is.*Let it write into a copy.$"):
                 output.sum().backward()
+
+    def test_a_layer_that_fails(self):
+        def fails(x):
+            raise RuntimeError("no")
+
+        run = partial(self.host, partial(checkpoint, use_reentrant=False))
+        for _ in range(2):
+            with self.assertRaisesRegex(RuntimeError, "no"):
+                run(fails, torch.randn(8, requires_grad=True))
+            gc.collect()
+            # The next layer gets its buffer.
+            self.assertEqual((len(self.copies.free), self.copies.allocated), (1, 1))
+
+    def test_rows_of_two_lengths(self):
+        """Buffers of a longer row replace those of a shorter one, and serve both."""
+        sizes = 8, 1 << 15, 8
+        for size, allocated, nbytes in zip(sizes, (5, 10, 10), (1 << 16, 1 << 17, 1 << 17), strict=True):
+            x = torch.randn(size, requires_grad=True)
+            self.assertTrue(torch.equal(torch.autograd.grad(self.layers(x).sum(), x)[0], self.expected(x)))
+            self.assertEqual([buffer.nbytes for buffer in self.copies.free], [nbytes] * 5)
+            self.assertEqual((self.copies.allocated, self.host.bytes), (allocated, 5 * nbytes))
 
     def test_what_leaves_together(self):
         """A kernel's second output does not wait until the first one has arrived in host memory."""
@@ -330,6 +356,42 @@ class ModelTest(unittest.TestCase):
             self.assertTrue(all(torch.equal(actual[name], expected[name]) for name in expected))
         self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.assertEqual([function.func for function in self.functions()], [checkpoint] * 4)
+
+    @parameterized.expand([(family,) for family in (*BUILTINS, *OTHERS)])
+    def test_changes_no_bit(self, family):
+        self.check(patch_model(builtin_model(family)).train(), packed_batch(documents()))
+
+    @parameterized.expand([("tree",), ("padded",), ("mtp",), ("float8",)])
+    def test_other_ways_to_train(self, way):
+        model, batch, ids = patch_model(builtin_model("qwen3_5")), packed_batch(documents()), torch.arange(122) % 90
+        if way == "tree":
+            batch = {"input_ids": ids[None], "labels": ids[None]}
+            batch |= {"cu_seqlens": torch.tensor([0, 9, 11, 81, 122]), "parent_of": torch.tensor([-1, 0, 1, 0])}
+        elif way == "padded":
+            ids = ids.view(2, 61)
+            batch = {"input_ids": ids, "labels": ids, "attention_mask": (ids > 5).long()}
+        elif way == "mtp":
+            model = patch_model(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TEXT, mtp_num_hidden_layers=1)))
+            add_mtp(model)
+            model.losses = (*OWN, MtpLoss(0.5))
+        else:
+            use_float8(model, lambda module, name: "mlp" in name)
+        self.check(model.train(), batch)
+
+    def check(self, model, batch):
+        """Gradients with inputs in host memory are those with inputs on the device."""
+        found = []
+        for offload_ in (False, True):
+            with on_a_cpu(64):
+                model.activation_checkpointing_enable({"use_reentrant": False}, offload=offload_)
+                found.append(gradients(model, model(**batch, use_cache=False).loss))
+        expected, actual = found
+        self.assertEqual(actual.keys(), expected.keys())
+        self.assertEqual([name for name in expected if not torch.equal(actual[name], expected[name])], [])
+        (copies,) = model.host_checkpoints._copies.values()
+        layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+        # Of each layer to the host and back, but for the last one.
+        self.assertEqual(copies.copies, 2 * layers - 1)
 
     def test_automatic(self):
         self.model.activation_checkpointing_enable(offload="auto")
