@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 
 # The value of a name that is not there.
 MISSING: Any = object()
@@ -63,6 +65,14 @@ def swapped(*targets: Any, **values: Any) -> Iterator[None]:
     finally:
         for target, name, value in before:
             put(target, name, value)
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` traces the code that runs now.
+
+    In torch 2.11, `torch.compiler.is_exporting` also returns `True` under `torch.compile`.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def attention_of(config: Any) -> Any:

@@ -81,6 +81,20 @@ class CompileTest(unittest.TestCase):
         model = self.tiny(family)
         self.check(model, torch.compile(model, backend=backend), source)
 
+    @parameterized.expand([("qwen3_5_text",), ("qwen3_5_moe_text",), ("bailing_hybrid",)])
+    def test_compiles_nothing_of_a_training_row(self, family):
+        """Its first compilation would take as long as that of a model, and keep all logits."""
+        graphs = []
+
+        def backend(graph, _):
+            graphs.append(graph)
+            return graph.forward
+
+        compiled = torch.compile(self.tiny(family), backend=backend)
+        compiled(**packed_batch(documents((5, 6)))).loss.backward()
+        compiled(**padded_batch(documents((5, 6)), "right")).loss.backward()
+        self.assertEqual(graphs, [])
+
     @parameterized.expand([("qwen3_5_text",), ("qwen3_5_moe_text",)])
     def test_adapters_and_checkpointing(self, family):
         """Dynamo looks into PEFT's forward, but into none of its layers."""

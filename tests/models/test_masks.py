@@ -9,6 +9,7 @@ from parameterized import parameterized
 from transformers import Qwen3Config
 from transformers.masking_utils import create_causal_mask
 
+from transformers_packed.models import masks
 from transformers_packed.models.masks import read_documents, read_padding
 from transformers_packed.models.versions import CACHE
 
@@ -78,7 +79,7 @@ class DocumentsTest(unittest.TestCase):
 
     def test_exported_graphs_refuse_masks(self):
         """Their values are unknown, and a graph is the same for all."""
-        with mock.patch.object(torch.compiler, "is_exporting", return_value=True):
+        with mock.patch.object(masks, "is_exporting", return_value=True):
             with self.assertRaisesRegex(ValueError, "another pattern"):
                 read_documents(block_mask((3, 9)), 1, 12)
 

@@ -31,7 +31,7 @@ TORCH = set(
     "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _forward_pre_hooks_with_kwargs "
     "_post_accumulate_grad_hooks _get_name _pytree _to_copy _make_wrapper_subclass _schema _state_dict_hooks "
     "_disabled_torch_function_impl _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward "
-    "_SetExcludeDispatchKeyGuard".split()
+    "_SetExcludeDispatchKeyGuard _is_exporting_flag".split()
 )
 # What has another way without it, by the code that has it or sets these attributes, and what happens without.
 OPTIONAL = {

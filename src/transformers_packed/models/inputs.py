@@ -22,6 +22,7 @@ from transformers.utils.import_utils import is_torchdynamo_compiling
 from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries, may_read
 from ..boundary_checks import check_total, position_rows, restarts_in
 from ..errors import input_error
+from ..foreign import is_exporting
 from ..shared_prompts import SharedPrompts
 from .masks import is_padding, read_documents, read_padding, restarts_with
 from .versions import CACHES, outside, with_signature
@@ -218,7 +219,7 @@ def may_infer(tokens: torch.Tensor) -> bool:
 
     Several rows are an error in eager mode. In a compiled graph, they are not worth a break.
     """
-    return not torch.compiler.is_exporting() and (not is_torchdynamo_compiling() or len(tokens) == 1)
+    return not is_exporting() and (not is_torchdynamo_compiling() or len(tokens) == 1)
 
 
 def _inferred(inputs: dict[str, Any], tokens: torch.Tensor, padding: int | None) -> SequenceBoundaries | None:
@@ -305,7 +306,7 @@ def with_boundaries(cls: Any, builtin: Any) -> Callable:
     """
 
     def run(model: Any, inputs: dict[str, Any]) -> Any:
-        traced = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+        traced = torch.compiler.is_dynamo_compiling() and not is_exporting()
         if traced and _trains_or_packs(model, inputs):
             return outside(run, model, inputs)
         boundaries = resolve_boundaries(inputs)

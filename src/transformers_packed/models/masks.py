@@ -13,6 +13,7 @@ from transformers.utils.import_utils import is_tracing
 from ..boundaries import SequenceBoundaries
 from ..boundary_checks import restarts_in
 from ..errors import input_error
+from ..foreign import is_exporting
 
 
 # Masks of floats are added to the scores. No score is as large as this.
@@ -87,7 +88,7 @@ def read_documents(
         # One for each document, or for each token. No model reads it, but some would fail without a reason.
         got = f"{mask.dtype} {tuple(mask.shape)}"
         raise _other_numbers("an attention_mask [B, T] of padding", mask.to("cpu"), got)
-    found = None if torch.compiler.is_exporting() else _blocks(mask, rows, length)
+    found = None if is_exporting() else _blocks(mask, rows, length)
     if found is None and mixes:
         expected = "an attention_mask [B, T] of padding, or [B, 1, T, T] with a causal block for each document"
         got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
