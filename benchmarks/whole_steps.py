@@ -147,24 +147,32 @@ class Clock(TrainerCallback):
 
 
 def compiled_and_not(trainer: PackedTrainer, clock: Clock) -> dict:
-    """What was compiled, and how the loss and the gradients of a row differ from those of the model itself."""
+    """What was compiled, and how the loss and the gradients of a row differ from those of the model itself.
+
+    `gradient_noise` is how those of the model differ in two runs, because some kernels add in any order.
+    """
     row = next(iter(trainer.get_train_dataloader()))
     trained = [x for x in trainer.model.parameters() if x.requires_grad]
     found = []
-    for model in (trainer.model, trainer.model_wrapped):
+    for model in (trainer.model, trainer.model, trainer.model_wrapped):
         set_seed(0)
         model.zero_grad()
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, trainer._prepare_inputs(dict(row)))
         loss.backward()
         found.append((loss.item(), [x.grad.clone() for x in trained if x.grad is not None]))
-    (expected, gradients), (loss, others) = found
-    wrong = sum(float((x.float() - y.float()).square().sum()) for x, y in zip(others, gradients, strict=True))
+    (expected, gradients), (_, again), (loss, others) = found
+
+    def difference(others: list[torch.Tensor]) -> float:
+        wrong = sum(float((x.float() - y.float()).square().sum()) for x, y in zip(others, gradients, strict=True))
+        return (wrong / sum(float(x.float().square().sum()) for x in gradients)) ** 0.5
+
     return {
         "compiled_before": clock.frames[clock.first],
         "compiled_in_steps": clock.frames[clock.last] - clock.frames[clock.first],
         "loss_difference": abs(loss - expected),
-        "gradient_difference": (wrong / sum(float(x.float().square().sum()) for x in gradients)) ** 0.5,
+        "gradient_difference": difference(others),
+        "gradient_noise": difference(again),
     }
 
 

@@ -18,7 +18,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, set_seed
 
 
-MAIN = "import sys; from transformers_packed.cli import main; sys.exit(main())"
+# Kernels that add in any order would give other losses in two runs of one command.
+MAIN = """
+import sys, torch
+from transformers_packed.cli import main
+torch.use_deterministic_algorithms(True)
+sys.exit(main())
+"""
 STEPS, SAVED, KILLED, TOKENS = 50, 25, 35, 4096
 # Checkpoints of 2 MiB, and experts of 12 MiB a layer.
 SIZES = {"vocab_size": 512, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
@@ -30,6 +36,7 @@ SETTINGS = {
     "--logging-steps": 1,
     "--dtype": "bfloat16",
 }
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 LORA = ["--lora", "--experts", "--gradient-checkpointing"]
 ON_HOST = ["--offload", "--experts-in-host-memory"]
 
@@ -62,7 +69,7 @@ class KilledTrainingTest(unittest.TestCase):
         command = [sys.executable, "-c", MAIN, "train", *where, *arguments, *LORA, *options]
         log = self.root / f"{name}.log"
         with log.open("a") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | ENVIRONMENT)
         while kill and process.poll() is None and f"step {KILLED}/" not in log.read_text():
             time.sleep(0.01)
         if kill:
