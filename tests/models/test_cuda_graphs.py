@@ -3,6 +3,7 @@
 import copy
 import pickle
 import unittest
+import weakref
 from functools import partial
 from unittest import mock
 
@@ -335,6 +336,24 @@ class CudaGraphsTest(RecordedTest):
         self.assertEqual(calls, [2 * runs, 2 * runs if step == 1 else runs] * 2)
         switches = [layer.gradient_checkpointing for layer in graphed.model.layers]
         self.assertEqual(switches, [True, step == 1] * 2)
+
+    def test_the_backward_frees_inputs_of_layers_and_their_gradients(self):
+        """Otherwise the memory of the graphs has those of all layers until its end."""
+        graphed, _ = models_of()
+        enable_checkpointing(graphed, 1)
+        differentiate, earlier, alive = torch.autograd.grad, [], []
+
+        def watched(output, leaves, gradient, **options):
+            alive.append(sum(reference() is not None for reference in earlier))
+            found = differentiate(output, leaves, gradient, **options)
+            # The next layer below takes this gradient.
+            earlier.extend(map(weakref.ref, (leaves[0], found[0])))
+            return found
+
+        with mock.patch.object(torch.autograd, "grad", watched):
+            graphed(**row_of(ROWS["several"]))
+        # The gradient that the layer gets.
+        self.assertEqual(alive[:4], [0, 1, 1, 1])
 
     def test_checkpointing_with_frozen_and_shared_parameters(self):
         graphed, plain = models_of()

@@ -127,7 +127,9 @@ class RecordedLayers:
         """Return the gradients of the input and of all trained parameters."""
         found: dict[torch.Tensor, torch.Tensor] = {}
         gradient: torch.Tensor | None = self._d_output
-        for layers, trained, x, output in reversed(self._saved):
+        # What one segment is done with, the next one's memory can have.
+        while self._saved:
+            layers, trained, x, output = self._saved.pop()
             leaves = [x, *trained] if x.requires_grad else trained
             if not leaves:
                 break
@@ -139,7 +141,7 @@ class RecordedLayers:
                 # Layers may share parameters.
                 if new is not None:
                     found[leaf] = found[leaf] + new if leaf in found else new
-            gradient = found.get(x)
+            gradient = found.get(x) if x is self._input else found.pop(x, None)
         return [found.get(leaf) for leaf in self._wanted]
 
     def _run(self, layers: list[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
