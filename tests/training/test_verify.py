@@ -292,10 +292,14 @@ class QuietTest(VerifyTestCase):
             output, _ = said(trainer.train, resume_from_checkpoint=resumed)
             self.assertIn("Verified packing on 3 documents", output)
 
-    def test_once_for_a_model_and_its_data(self):
+    def test_each_training(self):
         trainer = self.trainer()
-        said(configure_packing, trainer)
-        self.assertEqual(["Verified" in said(trainer.train)[0] for _ in range(2)], [True, False])
+        said(configure_packing, trainer, "padding_free")
+        self.assertEqual(["Verified" in said(trainer.train)[0] for _ in range(2)], [True, True])
+        layer = trainer.model.model.layers[0].mlp
+        layer.register_forward_hook(lambda module, inputs, output: output + output.roll(1, 1))
+        with self.assertRaisesRegex(ValueError, "no gradient between the 3 documents"):
+            said(trainer.train)
 
     def test_a_model_that_draws_random_numbers(self):
         trainer = self.trainer()

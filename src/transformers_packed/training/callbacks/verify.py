@@ -21,7 +21,6 @@ Weights, gradients, random states, and what the Trainer, its modules and its dat
 """
 
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -86,7 +85,7 @@ _PATIENCE = 1.0
 
 
 class VerifyCallback(TrainerCallback):
-    """Verifies a set-up of [`configure_packing`] when training starts, once for each model and dataset.
+    """Verifies a set-up of [`configure_packing`] whenever training starts: anything may have changed since the last time.
 
     A difference is undone with the reason if the set-up was chosen automatically, and is an error otherwise.
 
@@ -98,7 +97,7 @@ class VerifyCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, setup: Setup):
-        self.trainer, self.setup, self._verified = trainer, setup, ()
+        self.trainer, self.setup = trainer, setup
 
     @classmethod
     def add(cls, trainer: Trainer, setup: Setup) -> None:
@@ -108,24 +107,20 @@ class VerifyCallback(TrainerCallback):
         trainer.callback_handler.callbacks[:] = [*callbacks[:at], cls(trainer, setup), *callbacks[at:]]
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        trainer, key = self.trainer, (weakref.ref(self.trainer.model), id(self.trainer.train_dataset))
-        if self._verified == key or state.global_step >= state.max_steps:
+        trainer = self.trainer
+        if state.global_step >= state.max_steps:
             return
         start_threads(trainer)
-        if against_other_rows(trainer) is None and FirstBatch.put_in(
-            trainer, train_dataloader, partial(self._check, key)
-        ):
-            return
-        self._check(key, train_dataloader)
+        if against_other_rows(trainer) is not None or not FirstBatch.put_in(trainer, train_dataloader, self._check):
+            self._check(train_dataloader)
 
-    def _check(self, key: tuple, train_dataloader: Any) -> None:
+    def _check(self, train_dataloader: Any) -> None:
         trainer, args = self.trainer, self.trainer.args
         start = time.perf_counter()
         try:
             said = self._together(lambda: self._verify(train_dataloader))
             said = f"Verified packing on {said} ({time.perf_counter() - start:.1f} s)."
         except DifferenceError as error:
-            self._verified = key
             self._refuse(error, train_dataloader)
             return
         except UnseenError as error:
@@ -136,7 +131,6 @@ class VerifyCallback(TrainerCallback):
                 error.add_note("This happened while packing was verified. Pass verify=False to skip it.")
                 raise
             said = f"Not verified: {described(error)}."
-        self._verified = key
         say(trainer, said)
 
     def _anywhere(self, found: bool) -> bool:
