@@ -307,6 +307,11 @@ class QuietTest(VerifyTestCase):
         layer.register_forward_hook(lambda module, args, output: output * (10 * torch.rand(())))
         self.check_quiet(trainer, "differs from run to run")
 
+    @parameterized.expand([(5,), (5.0,)])
+    def test_noise_of_embeddings_is_off(self, alpha):
+        trainer = self.trainer(args={"neftune_noise_alpha": alpha})
+        self.assertRegex(train_configured(trainer), r"loss [\d.]+, padded [\d.]+(; for documents of .*)? \([\d.]+ s\)")
+
     def test_an_optimizer_that_steps_in_backward(self):
         trainer = self.trainer()
         said(configure_packing, trainer)

@@ -101,7 +101,9 @@ def quiet(model: torch.nn.Module) -> Iterator[None]:
 def _is_rate(item: Any, name: str, value: Any) -> bool:
     if isinstance(item, _DropoutNd) and name == "p":
         return True
-    return isinstance(value, float) and any(part in name for part in _RANDOM)
+    # Integers may be sizes, but NEFTune's noise is often 5.
+    is_number = isinstance(value, float) or (name == "neftune_noise_alpha" and value is not None)
+    return is_number and any(part in name for part in _RANDOM)
 
 
 @contextmanager
