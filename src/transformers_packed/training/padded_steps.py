@@ -130,8 +130,7 @@ def _sums_of(gradient: torch.Tensor | None, device: torch.device) -> torch.Tenso
         # Its values have an order of their own.
         return only_finite(_local(gradient)).expand(8).float().to(device)
     # A process may have nothing of a small parameter that FSDP shards.
-    values = _local(gradient)
-    values = values.reshape(max(len(values), 1), -1) if values.ndim else values.reshape(1, 1)
+    values = torch.atleast_2d(_local(gradient)).flatten(0, -2)
     left, right = (_numbers(size, values.device) for size in values.shape)
     return ((left.to(values.dtype) @ values).float() * right).sum(1).to(device)
 

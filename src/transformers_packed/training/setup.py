@@ -339,8 +339,8 @@ def _callbacks(facts: Facts, dataset: Any, packed: bool) -> list[TrainerCallback
     # A trunk without gradients has no graphs.
     if facts.options.cuda_graphs is None and trains_trunk(facts.losses):
         first.append(GraphsCallback(trainer))
-    if isinstance(dataset, PackingDataset):
-        others.append(PackingPlanCallback(dataset is not trainer.train_dataset))
+    # Batches of samples must not follow planned rows either.
+    others.append(PackingPlanCallback(isinstance(dataset, PackingDataset) and dataset is not trainer.train_dataset))
     # Metrics come before others, so that reporting callbacks find them in the log.
     return [*first, PackingMetricsCallback(trainer, row_tokens=row_tokens), *others]
 
