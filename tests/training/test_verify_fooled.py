@@ -153,6 +153,17 @@ class NoiseTest(FooledTestCase):
 
         self.assertIn("which differs from run to run by", said(self.configured(loss).train)[0])
 
+    def test_noise_of_padded_batches_alone(self):
+        """Rows of a batch are mixed at random, and a packed row has no others."""
+        trainer = self.configured()
+
+        def mix(layer, inputs, output):
+            share = 0.1 * torch.rand(())
+            return (1 - share) * output + share * output.roll(1, 0)
+
+        trainer.model.model.embed_tokens.register_forward_hook(mix)
+        self.refuses(trainer, "a gradient.* of the row that varies from run to run like that of")
+
     def test_a_wrong_gradient_with_noise(self):
         """The loss is right, and the gradient of rows is three times as large."""
 
@@ -366,7 +377,9 @@ class RoundingTest(FooledTestCase):
 
         trainer.model.model.layers[0].mlp.register_forward_hook(scaled)
         trainer.model.lm_head.register_forward_hook(scaled)
-        self.refuses(trainer, "This is more than rounding: float32 is equal, and other rounding changes less.")
+        self.refuses(
+            trainer, "This is more than rounding: float32 shows no difference, and other rounding changes less."
+        )
 
     def test_a_leak(self):
         trainer = self.trainer(sensitive(torch.bfloat16), SHORT)
