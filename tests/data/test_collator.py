@@ -222,6 +222,14 @@ class AttentionMaskTest(unittest.TestCase):
             DataCollatorWithFlattening()([{"input_ids": [1, 2], "attention_mask": [1, 0], "labels": labels}])
         self.assertEqual(warned.call_count, warnings)
 
+    @parameterized.expand(
+        [([0, 1, 1, 1], 0), ([1, 1, 0, 0], 0), ([1, 0, 0, 1], 1), ([0, 1, 0, 1], 1), ([0, 0, 0, 0], 0)]
+    )
+    def test_a_gap_in_a_mask_is_noted(self, mask, warnings):
+        with mock.patch.object(samples_module.logger, "warning_once") as warned:
+            samples_module.real_sample({"input_ids": [5, 6, 7, 8], "attention_mask": mask})
+        self.assertEqual(warned.call_count, warnings)
+
     def test_bool_mask_and_labels_from_tokens(self):
         features = [{"input_ids": [1, 2, 3], "attention_mask": torch.tensor([False, True, True])}]
         self.assertEqual(DataCollatorWithFlattening()(features)["labels"].tolist(), [[-100, 3]])

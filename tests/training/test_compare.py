@@ -133,7 +133,7 @@ class RoundingTest(unittest.TestCase):
     @parameterized.expand(
         [
             (0.1, 0.1, None, "more than rounding: float64 differs too"),
-            (0.0, 1e-3, None, "more than rounding: float64 is equal, and other rounding changes less"),
+            (0.0, 1e-3, None, "more than rounding: float64 shows no difference, and other rounding changes less"),
             (0.0, 0.1, "weights are sharded", "float64 would show whether this is rounding, but weights are sharded"),
         ]
     )

@@ -292,16 +292,25 @@ class QuietTest(VerifyTestCase):
             output, _ = said(trainer.train, resume_from_checkpoint=resumed)
             self.assertIn("Verified packing on 3 documents", output)
 
-    def test_once_for_a_model_and_its_data(self):
+    def test_each_training(self):
         trainer = self.trainer()
-        said(configure_packing, trainer)
-        self.assertEqual(["Verified" in said(trainer.train)[0] for _ in range(2)], [True, False])
+        said(configure_packing, trainer, "padding_free")
+        self.assertEqual(["Verified" in said(trainer.train)[0] for _ in range(2)], [True, True])
+        layer = trainer.model.model.layers[0].mlp
+        layer.register_forward_hook(lambda module, inputs, output: output + output.roll(1, 1))
+        with self.assertRaisesRegex(ValueError, "no gradient between the 3 documents"):
+            said(trainer.train)
 
     def test_a_model_that_draws_random_numbers(self):
         trainer = self.trainer()
         layer = trainer.model.model.layers[0].mlp
         layer.register_forward_hook(lambda module, args, output: output * (10 * torch.rand(())))
         self.check_quiet(trainer, "differs from run to run")
+
+    @parameterized.expand([(5,), (5.0,)])
+    def test_noise_of_embeddings_is_off(self, alpha):
+        trainer = self.trainer(args={"neftune_noise_alpha": alpha})
+        self.assertRegex(train_configured(trainer), r"loss [\d.]+, padded [\d.]+(; for documents of .*)? \([\d.]+ s\)")
 
     def test_an_optimizer_that_steps_in_backward(self):
         trainer = self.trainer()

@@ -4,6 +4,7 @@ import unittest
 from dataclasses import replace
 from unittest import mock
 
+import peft
 import pytest
 import torch
 from mixins.configure import ConfigureTestCase, said, train_configured
@@ -19,7 +20,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from transformers_packed import configure_packing, patch_model, unpatch_model, verify_packing
+from transformers_packed import audit_model, configure_packing, patch_model, unpatch_model, verify_packing
 from transformers_packed.data.collator import DataCollatorWithFlattening
 from transformers_packed.models import segments
 from transformers_packed.models.versions import can_cut_rows
@@ -71,6 +72,72 @@ class FooledTestCase(ConfigureTestCase):
         self.assertTrue(all(x.isfinite().all() for x in trainer.model.parameters()))
 
 
+class Conv(torch.nn.Module):
+    """A bottleneck with a causal convolution, which begins at zero and knows nothing of documents."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.down, self.up = torch.nn.Conv1d(size, 4, 3, padding=2), torch.nn.Linear(4, size, bias=False)
+        torch.nn.init.zeros_(self.up.weight)
+
+    def forward(self, hidden):
+        mixed = self.down(hidden.transpose(1, 2))[..., : hidden.shape[1]]
+        return self.up(mixed.transpose(1, 2))
+
+
+def with_conv(model):
+    layer = model.model.layers[0]
+    layer.conv = Conv(model.config.hidden_size)
+    layer.mlp.register_forward_hook(lambda module, inputs, output: output + layer.conv(inputs[0]))
+    return model
+
+
+class ZeroTest(FooledTestCase):
+    """What begins at zero changes nothing before the first step, and something after it."""
+
+    def test_a_leak(self):
+        model = with_conv(self.trainer().model)
+        self.refuses(self.configured(model=model), "no gradient between the 3 documents")
+        self.assertFalse(model.model.layers[0].conv.up.weight.any())
+
+    def test_a_leak_in_a_loop(self):
+        model = patch_model(with_conv(self.trainer().model))
+        batch = DataCollatorWithFlattening(on_leak="ignore")(Samples(4).rows)
+        with self.assertRaisesRegex(ValueError, "no gradient between the 4 documents"):
+            verify_packing(model, batch)
+
+    def test_a_leak_in_an_audit(self):
+        model = patch_model(with_conv(self.trainer().model))
+        self.assertEqual(audit_model(model, inputs=["all"]).sources["all"].verdict, "leaks")
+        self.assertFalse(model.model.layers[0].conv.up.weight.any())
+
+    def test_adapters(self):
+        """Their weights are the same numbers afterwards, and training is as without the check."""
+        models = []
+        for options in ({}, {"verify": False}):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+            config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+            trainer = self.trainer(peft.get_peft_model(model, config), args={"max_steps": 2})
+            self.assertEqual("Verified" in train_configured(trainer, **options), not options)
+            models.append(trainer.model)
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            self.assertTrue(torch.equal(a, b))
+
+    def test_a_prompt_of_each_row(self):
+        """Only the gradient of its own weight differs."""
+        model = self.trainer().model
+        model.prompt = torch.nn.Parameter(torch.zeros(4, model.config.hidden_size))
+
+        def add(layer, inputs, output):
+            return torch.cat((output[:, :4] + model.prompt, output[:, 4:]), 1)
+
+        model.model.embed_tokens.register_forward_hook(add)
+        self.refuses(
+            self.configured(model=model), "a gradient of the weights of the row that equals that of the padded"
+        )
+
+
 class NoiseTest(FooledTestCase):
     @parameterized.expand([0.1])
     def test_a_wrong_loss_with_noise(self, noise):
@@ -85,6 +152,17 @@ class NoiseTest(FooledTestCase):
             return per_token(*args, **kwargs) * (1 + noise * torch.randn(()))
 
         self.assertIn("which differs from run to run by", said(self.configured(loss).train)[0])
+
+    def test_noise_of_padded_batches_alone(self):
+        """Rows of a batch are mixed at random, and a packed row has no others."""
+        trainer = self.configured()
+
+        def mix(layer, inputs, output):
+            share = 0.1 * torch.rand(())
+            return (1 - share) * output + share * output.roll(1, 0)
+
+        trainer.model.model.embed_tokens.register_forward_hook(mix)
+        self.refuses(trainer, "a gradient.* of the row that varies from run to run like that of")
 
     def test_a_wrong_gradient_with_noise(self):
         """The loss is right, and the gradient of rows is three times as large."""
@@ -176,6 +254,17 @@ class LongTest(FooledTestCase):
     def test_a_fault_of_late_tokens(self):
         trainer = self.configured(late_tokens, dataset=self.samples(300))
         self.refuses(trainer, "expected the loss .* of the padded batch of the same documents, got")
+
+    def test_a_leak_in_16_bits(self):
+        """Of long rows alone, and small beside rounding."""
+
+        def leak(layer, inputs, output):
+            is_long = len(output) == 1 and output.shape[1] > 200
+            return output + 0.05 * output.roll(64, 1) if is_long else output
+
+        trainer = self.configured(dataset=self.samples(300), args={"bf16": True})
+        trainer.model.model.layers[0].mlp.register_forward_hook(leak)
+        self.refuses(trainer, "no gradient between the 3 documents")
 
     @parameterized.expand([(45, None), (700, 448)])
     def test_what_was_looked_at(self, longest, said_to_be):
@@ -288,7 +377,9 @@ class RoundingTest(FooledTestCase):
 
         trainer.model.model.layers[0].mlp.register_forward_hook(scaled)
         trainer.model.lm_head.register_forward_hook(scaled)
-        self.refuses(trainer, "This is more than rounding: float32 is equal, and other rounding changes less.")
+        self.refuses(
+            trainer, "This is more than rounding: float32 shows no difference, and other rounding changes less."
+        )
 
     def test_a_leak(self):
         trainer = self.trainer(sensitive(torch.bfloat16), SHORT)

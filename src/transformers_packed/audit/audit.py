@@ -13,7 +13,7 @@ from ..models.registry import transformers_model
 from ..models.releases import has_hooks
 from ..shared_prompts import SharedPrompts
 from .invariance import default_lengths, measure_invariance
-from .model_state import audit_state, silenced
+from .model_state import audit_state, off_zero, silenced
 from .probe import SHARED, Probe, conv_width
 from .report import SOURCES, AuditReport, SourceResult
 
@@ -108,7 +108,7 @@ def audit_model(
         with silenced(model):
             report.invariance = measure_invariance(Probe(model, lengths, *options), inputs)
         return report
-    with audit_state(model, report.notes):
+    with off_zero(model), audit_state(model, report.notes):
         probe = Probe(model, lengths, *options)
         refusal = probe.refusal(probe.prepare)
         for name in dict.fromkeys(inputs):

@@ -14,6 +14,7 @@ import torch
 
 from ..models.registry import inner_model
 from ..models.text_model import PackedTextModelMixin
+from .model_state import off_zero
 
 
 class UnseenError(RuntimeError):
@@ -33,38 +34,39 @@ def leak_between(
 ) -> float:
     """The largest gradient of a document's last hidden states at other documents, relative to the largest at its own.
 
-    `sources` are the tokens that each document may depend on, by default its own.
+    `sources` are the tokens that each document may depend on, by default its own. Weights are [`off_zero`] meanwhile.
 
     Raises:
         [`UnseenError`]: the model shows no embeddings or no last hidden states.
         [`NotFiniteError`]: NaN or infinity within a document, from which gradients at others follow.
     """
     largest = inside = 0.0
-    for number in range(len(places)):
-        # A forward for each backward: selective checkpoints allow no second one.
-        with watch(model) as seen:
-            forward()
-        embeddings, hidden = seen.embeddings, seen.hidden
-        if embeddings is None or hidden is None:
-            raise UnseenError("the model shows no embeddings or no last hidden states")
-        of_input, of_output = indices_of(embeddings, batch, sources or places), indices_of(hidden, batch, places)
-        weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
-        own = hidden.flatten(0, 1)[of_output[number]]
-        if not own.isfinite().all():
-            raise NotFiniteError("last hidden states that are not finite")
-        # A full backward: gradients of chosen tensors fail with reentrant checkpoints.
-        (own * weights).float().sum().backward()
-        if embeddings.grad is None:
-            raise UnseenError("no hidden state depends on an embedding")
-        gradient = embeddings.grad.flatten(0, 1).abs().amax(-1).float()
-        embeddings.grad = None
-        within = gradient[of_input[number]].max().item()
-        if not math.isfinite(within):
-            raise NotFiniteError("gradients within a document that are not finite")
-        inside = max(inside, within)
-        gradient[of_input[number]] = 0
-        # NaN is larger than any number here.
-        largest = max(largest, gradient.nan_to_num(nan=float("inf")).max().item())
+    with off_zero(model):
+        for number in range(len(places)):
+            # A forward for each backward: selective checkpoints allow no second one.
+            with watch(model) as seen:
+                forward()
+            embeddings, hidden = seen.embeddings, seen.hidden
+            if embeddings is None or hidden is None:
+                raise UnseenError("the model shows no embeddings or no last hidden states")
+            of_input, of_output = indices_of(embeddings, batch, sources or places), indices_of(hidden, batch, places)
+            weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
+            own = hidden.flatten(0, 1)[of_output[number]]
+            if not own.isfinite().all():
+                raise NotFiniteError("last hidden states that are not finite")
+            # A full backward: gradients of chosen tensors fail with reentrant checkpoints.
+            (own * weights).float().sum().backward()
+            if embeddings.grad is None:
+                raise UnseenError("no hidden state depends on an embedding")
+            gradient = embeddings.grad.flatten(0, 1).abs().amax(-1).float()
+            embeddings.grad = None
+            within = gradient[of_input[number]].max().item()
+            if not math.isfinite(within):
+                raise NotFiniteError("gradients within a document that are not finite")
+            inside = max(inside, within)
+            gradient[of_input[number]] = 0
+            # NaN is larger than any number here.
+            largest = max(largest, gradient.nan_to_num(nan=float("inf")).max().item())
     model.zero_grad()
     if not inside:
         raise UnseenError("no hidden state depends on an embedding")

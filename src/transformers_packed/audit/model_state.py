@@ -18,6 +18,8 @@ from ..models.registry import inner_model
 
 # Parts of the names of rates of dropout, layer drop, router jitter and noise.
 _RANDOM = ("drop", "jitter", "noise")
+# Standard deviation of the values of weights that would be zero.
+_OFF_ZERO = 0.02
 
 
 @contextmanager
@@ -99,7 +101,29 @@ def quiet(model: torch.nn.Module) -> Iterator[None]:
 def _is_rate(item: Any, name: str, value: Any) -> bool:
     if isinstance(item, _DropoutNd) and name == "p":
         return True
-    return isinstance(value, float) and any(part in name for part in _RANDOM)
+    # Integers may be sizes, but NEFTune's noise is often 5.
+    is_number = isinstance(value, float) or (name == "neftune_noise_alpha" and value is not None)
+    return is_number and any(part in name for part in _RANDOM)
+
+
+@contextmanager
+def off_zero(model: torch.nn.Module) -> Iterator[None]:
+    """Give trained weights that are all zero small values meanwhile.
+
+    Adapters begin at zero, so that they change nothing before the first step. Until then, no gradient passes through them,
+    and what they mix would show only later.
+    """
+    plain = (x for x in model.parameters() if type(x) is torch.nn.Parameter and x.requires_grad and not x.is_meta)
+    zeros = [x for x in plain if x.is_floating_point() and x.dtype.itemsize > 1 and not x.any()]
+    try:
+        with torch.no_grad():
+            for x in zeros:
+                x.normal_(std=_OFF_ZERO, generator=torch.Generator(x.device).manual_seed(0))
+        yield
+    finally:
+        with torch.no_grad():
+            for x in zeros:
+                x.zero_()
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def count_targets(labels: np.ndarray) -> int:
 def real_sample(sample: Mapping[str, Any], index: int | None = None) -> Mapping[str, Any]:
     """A sample without its masked tokens, in every column with one value per token, and without missing columns.
 
-    If there are none, the sample itself is returned. A warning notes masked tokens with a label.
+    If there are none, the sample itself is returned. A warning notes masked tokens with a label, or between real ones.
 
     Args:
         sample (`Mapping`):
@@ -146,6 +146,7 @@ def real_sample(sample: Mapping[str, Any], index: int | None = None) -> Mapping[
     if mask is None:
         return sample
     _note_masked_targets(sample.get("labels"), mask)
+    _note_gap(mask)
     real = np.array([position for position, keep in enumerate(mask) if keep], np.int64)
 
     def kept(column: Any) -> Any:
@@ -196,6 +197,14 @@ def _note_masked_targets(labels: Any, mask: Any) -> None:
         logger.warning_once(
             "Tokens with an attention_mask of 0 have labels. They are not part of the packed row, so the loss differs "
             "from that of a padded batch. Set these labels to -100 to make both equal."
+        )
+
+
+def _note_gap(mask: Any) -> None:
+    if 1 in mask and 0 in mask[(start := mask.index(1)) : start + mask.count(1)]:
+        logger.warning_once(
+            "A sample has an attention_mask of 0 between tokens. They are removed, so the tokens after them have other "
+            "positions than in a padded batch. Mask padding alone to make both equal, and set other labels to -100."
         )
 
 

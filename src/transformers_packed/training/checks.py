@@ -81,8 +81,7 @@ def reasons_against(facts: Facts) -> Iterator[Rule]:
         yield from _of_collator(trainer)
         yield from _of_samples(trainer)
         yield from _of_columns(facts, model)
-        yield check_cache(model)
-    yield way_of_isolation(trainer)[1]
+    yield from of_settings(trainer, facts.padded)
     got = attention_of(text_config(model))
     expected, fix = "an attention implementation that supports shared prompts", f"Load the model with {_SDPA}."
     yield options.share_prompts and got == "flex_attention", expected, got, fix
@@ -97,6 +96,15 @@ def reasons_against(facts: Facts) -> Iterator[Rule]:
         works = f'Pass packing="padding_free" if it works on tokens{_or_batches(model)}.'
         yield facts.custom, "methods of known trainers", got, works
         yield alone, "more than one sample per batch", one, "Raise it, or pass packing=True with max_length."
+
+
+def of_settings(trainer: Trainer, padded: str = "") -> Iterator[Rule]:
+    """Reasons in settings of the model, which may change in training too. `padded` is why batches stay padded, if so."""
+    per_row = adapter_per_row(trainer.model)
+    yield per_row, "adapters that act per document", per_row, "" if padded else _PADDED
+    if not padded:
+        yield check_cache(inner_model(trainer.model))
+    yield way_of_isolation(trainer)[1]
 
 
 def _or_batches(model: transformers.PreTrainedModel | None) -> str:
@@ -240,8 +248,7 @@ def _of_shards(facts: Facts) -> Iterator[Rule]:
 
 def _of_model(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[Rule]:
     name = type(model).__name__
-    per_row, predicts = adapter_per_row(trainer.model), name.endswith(LANGUAGE_MODELS)
-    yield per_row, "adapters that act per document", per_row, _PADDED
+    predicts = name.endswith(LANGUAGE_MODELS)
     # Trainer decides by the name of the class.
     unshifted = predicts and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     smoothing = f"label_smoothing_factor with {name}, whose labels Trainer does not shift"
@@ -259,11 +266,10 @@ def _of_model(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator
 
 def _of_padded_batches(facts: Facts, model: transformers.PreTrainedModel) -> Iterator[Rule]:
     """Reasons why a model cannot pack the padded batches of its Trainer."""
-    args, config, per_row = facts.trainer.args, text_config(model), adapter_per_row(facts.trainer.model)
+    args, config = facts.trainer.args, text_config(model)
     yield not families_of(model, Own), _PACKS, type(model).__name__, ""
     fix = 'Pass packing="padding_free".' if facts.options.mode == "batches" else ""
     yield facts.packed_by, "padded batches", facts.packed_by, fix
-    yield per_row, "adapters that act per document", per_row, ""
     noise = "neftune_noise_alpha, whose noise depends on the padded length"
     yield args.neftune_noise_alpha is not None, "padded batches without NEFTune", noise, "Set it to None."
     expected = "padded batches that return only the last hidden state"

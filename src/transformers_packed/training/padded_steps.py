@@ -1,6 +1,5 @@
 """Steps of a Trainer on a padded batch of its own, with a model that packs the batch and with one that does not."""
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from itertools import count
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 from transformers import set_seed
 
 from ..audit.isolation import Seen, UnseenError, watch
@@ -62,7 +60,7 @@ def made_answers(trainer: Trainer, model: torch.nn.Module) -> dict[str, Any]:
 
 
 def own_loss(trainer: Trainer, model: torch.nn.Module, batch: dict[str, Any]) -> Measured:
-    """The loss that the Trainer computes of a batch as it trains on it, and whether the gradients are finite."""
+    """The loss that the Trainer computes of a batch as it trains on it, and sums of the gradients of the weights."""
     with trainer.compute_loss_context_manager():
         loss = only_loss(trainer.compute_loss(model, batch))
     trainer.accelerator.backward(loss)
@@ -70,13 +68,14 @@ def own_loss(trainer: Trainer, model: torch.nn.Module, batch: dict[str, Any]) ->
 
 
 def own_step(trainer: Trainer, model: torch.nn.Module, batch: Any) -> Measured:
-    """The loss of the Trainer's own step, and whether the gradients are finite."""
+    """The loss of the Trainer's own step, and sums of the gradients of the weights."""
     batch, items = items_of(trainer, batch)
     return _shown(model, trainer.training_step(model, batch, items))
 
 
 def _shown(model: torch.nn.Module, loss: torch.Tensor) -> Measured:
-    shown = {LOSS: loss.detach(), "gradient of the weights": only_finite(largest_gradient(model))}
+    sums = [_sums_of(x.grad, loss.device) for x in model.parameters()]
+    shown = {LOSS: loss.detach(), "gradient of the weights": torch.cat(sums)}
     model.zero_grad()
     return shown
 
@@ -123,10 +122,24 @@ def items_of(trainer: Trainer, batch: Any) -> tuple[Any, Any]:
     return batch, items
 
 
-def largest_gradient(model: torch.nn.Module) -> torch.Tensor:
-    gradients = (_local(x.grad) for x in model.parameters() if x.grad is not None)
+def _sums_of(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Sums `[8]` of the gradient of a weight with fixed numbers, 0 without one. A copy of the gradient would take its memory."""
+    if gradient is None:
+        return torch.zeros(8, device=device)
+    if gradient.is_sparse:
+        # Its values have an order of their own.
+        return only_finite(_local(gradient)).expand(8).float().to(device)
     # A process may have nothing of a small parameter that FSDP shards.
-    return get_total_norm([x for x in gradients if x.numel()], norm_type=math.inf)
+    values = torch.atleast_2d(_local(gradient)).flatten(0, -2)
+    left, right = (_numbers(size, values.device) for size in values.shape)
+    return ((left.to(values.dtype) @ values).float() * right).sum(1).to(device)
+
+
+def _numbers(size: int, device: torch.device) -> torch.Tensor:
+    """Numbers `[8, size]` of about the same size and both signs."""
+    return (
+        torch.outer(torch.arange(1.0, 9.0, device=device), torch.arange(1.0, size + 1, device=device)).mul(2.4).cos()
+    )
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

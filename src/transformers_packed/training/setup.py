@@ -31,6 +31,7 @@ from ..models.stored_weights import in_fewer_bits
 from ..models.versions import can_select_checkpoints, checkpointing_argument
 from .added_losses import BesideScores, ItemCounts, LossesCallback, against_losses, train_losses, trained_by
 from .apply import Change, Prepare, Setup
+from .callbacks.isolation import IsolationCallback
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.neftune import DocumentNoise
 from .callbacks.resume import PackingPlanCallback
@@ -194,7 +195,8 @@ def _of_rows(facts: Facts) -> Setup:
         end += f"; trusted to work on {parts}packed rows: {', '.join(custom)}"
     ddp, checks = _of_ddp(facts)
     changes += Change.of(trainer, training_step=ahead) + ddp + _of_data(facts, dataset, packed)
-    callbacks = [*_callbacks(facts, dataset, packed), ahead, DocumentNoise(), WeightsCallback(), *checks]
+    ours = [IsolationCallback(trainer), ahead, DocumentNoise(), WeightsCallback(), *checks]
+    callbacks = [*_callbacks(facts, dataset, packed), *ours]
     mode, line = "pack" if packed else "padding_free", _line(facts, dataset, packed)
     more = {"padded": padded_batches_of(trainer), "parallel": parallel}
     return _setup(facts, mode, line, prepare, changes, callbacks, end=end, **more)
@@ -337,8 +339,8 @@ def _callbacks(facts: Facts, dataset: Any, packed: bool) -> list[TrainerCallback
     # A trunk without gradients has no graphs.
     if facts.options.cuda_graphs is None and trains_trunk(facts.losses):
         first.append(GraphsCallback(trainer))
-    if isinstance(dataset, PackingDataset):
-        others.append(PackingPlanCallback(dataset is not trainer.train_dataset))
+    # Batches of samples must not follow planned rows either.
+    others.append(PackingPlanCallback(isinstance(dataset, PackingDataset) and dataset is not trainer.train_dataset))
     # Metrics come before others, so that reporting callbacks find them in the log.
     return [*first, PackingMetricsCallback(trainer, row_tokens=row_tokens), *others]
 

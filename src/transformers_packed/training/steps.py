@@ -74,14 +74,15 @@ def loss_of(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def step_of(trainer: Trainer, model, batch: dict[str, Any], places: list[torch.Tensor]) -> Measured:
-    """The loss of the Trainer's own step, and its gradient with respect to the documents' embeddings."""
+    """The loss of the Trainer's own step, and its gradients with respect to the documents' embeddings and to the weights."""
     with watch(model) as seen:
         own = own_step(trainer, model, batch)
     hidden = _at(seen.hidden, batch, places)
     gradient = _at(None if seen.embeddings is None else seen.embeddings.grad, batch, places)
     # Hidden states are compared before the gradients that follow from them.
-    shown = {LOSS: own[LOSS], "last hidden state": None if hidden is None else only_finite(hidden), **own}
-    return {name: x for name, x in (shown | {GRADIENT: gradient}).items() if x is not None}
+    hidden = None if hidden is None else only_finite(hidden)
+    shown = {LOSS: own[LOSS], "last hidden state": hidden, GRADIENT: gradient, **own}
+    return {name: x for name, x in shown.items() if x is not None}
 
 
 def step_of_parts(trainer: Trainer, model, part: dict[str, Any], places: list[torch.Tensor]) -> Measured:

@@ -35,13 +35,15 @@ class Recorder(Trainer):
 
 
 class ResumedPlanTest(ConfigureTestCase):
-    def trainer(self, batch=1, accumulation=2, samples=SAMPLES, max_length=64, steps=9, save=None, **arguments):
+    def trainer(
+        self, batch=1, accumulation=2, samples=SAMPLES, max_length=64, steps=9, save=None, packing=True, **arguments
+    ):
         saving = {"save_strategy": "steps" if save else "no", "save_steps": save or 1, "max_steps": steps}
         options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
         args = TrainingArguments(self.directory, **OPTIONS | saving | options | arguments)
         model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
         trainer = Recorder(model, args, train_dataset=samples)
-        return configure_packing(trainer, True, max_length, verify=False)
+        return configure_packing(trainer, packing, max_length if packing is True else None, verify=False)
 
     def start(self, steps, **options):
         """Train for some steps, and save the last one."""
@@ -76,6 +78,15 @@ class ResumedPlanTest(ConfigureTestCase):
             self.refused("expected the packed rows of the checkpoint, got other rows", **changed)
         self.refused("expected 2 rows per step, as in the checkpoint, got 3. Change per_device", accumulation=3)
         self.resume(ignore_data_skip=True, accumulation=3)
+
+    def test_batches_of_samples_after_planned_rows(self):
+        self.start(2)
+        self.refused("expected the packed rows of the checkpoint, got no planned rows", packing="padding_free")
+        self.resume(ignore_data_skip=True, packing="padding_free")
+
+    def test_batches_of_samples(self):
+        self.start(2, packing="padding_free")
+        self.assertEqual(self.resume(packing="padding_free").state.global_step, 9)
 
     def test_rows_in_random_order(self):
         """`PackingDataset` with Trainer's own sampler: the seed and the order within a step matter."""

@@ -62,31 +62,35 @@ class PackingPlanCallback(_Saved):
         self.planned = planned
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        sampler = sampler_of(train_dataloader)
+        sampler = sampler_of(train_dataloader) if self.planned else None
         source = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
-        if self.planned and sampler is not None and source is not train_dataloader.dataset:
+        if sampler is not None and source is not train_dataloader.dataset:
             raise input_error(ROWS, f"{type(sampler).__name__}, which numbers samples", KEEPS_SAMPLERS)
         self.saved = self._rows(args, train_dataloader)
         # Trainer fails to save a state that the checkpoint lacks.
         found = state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {"saved": None}})
-        if self.saved is None or not state.global_step or args.ignore_data_skip:
+        saved, has_plan = found["attributes"]["saved"], _plan_of(train_dataloader) is not None
+        # A data loader of the user's own does not tell which rows of the plan it reads.
+        same = saved == self.saved or (has_plan and self.saved is None)
+        if not state.global_step or args.ignore_data_skip or same:
             return
-        saved = found["attributes"]["saved"]
+        fix = "Resume with the same data, max_length, seed and options. With ignore_data_skip=True, the epoch is read again."
+        if not has_plan:
+            raise input_error("the packed rows of the checkpoint", "no planned rows", fix)
         if saved is None:
             logger.warning(
                 "The checkpoint does not tell its packed rows: resume it with the data and options of its run."
             )
-        elif saved["rows_per_step"] != self.saved["rows_per_step"]:
-            fix = "Change per_device_train_batch_size or gradient_accumulation_steps: a step has their product on each process."
+            return
+        if saved["rows_per_step"] != self.saved["rows_per_step"]:
+            steps = "Change per_device_train_batch_size or gradient_accumulation_steps: a step has their product on each process."
             expected = f"{saved['rows_per_step']} rows per step, as in the checkpoint"
-            raise input_error(expected, self.saved["rows_per_step"], fix)
-        elif saved != self.saved:
-            fix = "Resume with the same data, max_length, seed and options. With ignore_data_skip=True, the epoch is read again."
-            raise input_error("the packed rows of the checkpoint", "other rows", fix)
+            raise input_error(expected, self.saved["rows_per_step"], steps)
+        raise input_error("the packed rows of the checkpoint", "other rows", fix)
 
     def _rows(self, args, loader: Any) -> dict | None:
         """What identifies the rows of each step, or `None` if they are not planned."""
-        plan = getattr(getattr(loader, "dataset", None), "plan", None)
+        plan = _plan_of(loader)
         try:
             rows_per_step = loader.total_batch_size * args.gradient_accumulation_steps
         except (AttributeError, TypeError):  # a data loader of the user's own
@@ -98,6 +102,10 @@ class PackingPlanCallback(_Saved):
             # Then the order of the rows within a planned step matters.
             order = [shuffled, args.seed, args.data_seed, plan.world_size, plan.gradient_accumulation_steps]
         return {"rows_per_step": rows_per_step, "plan": plan.fingerprint, "order": order}
+
+
+def _plan_of(loader: Any) -> Any:
+    return getattr(getattr(loader, "dataset", None), "plan", None)
 
 
 class PackingStateCallback(_Saved):

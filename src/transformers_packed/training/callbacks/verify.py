@@ -6,9 +6,10 @@ The real Trainer computes a few documents of some dozens of tokens its own way, 
   respect to the embeddings of every other document. Hidden states and not the loss, because trainers of preferences have
   no loss per document, and a router's loss couples documents by design.
 * Loss: without dropout and noise, the loss of the row and its gradient with respect to the embeddings equal those of a
-  padded batch of the same documents, which the user's own collator makes. On a CPU, the model does not pack that batch.
-  Documents of up to `_LONG` tokens follow, if the data has them. `compare.py` tells differences from rounding and noise.
+  padded batch of the same documents, which the user's own collator makes, and so do the gradients of the weights. On a
+  CPU, the model does not pack that batch. `compare.py` tells differences from rounding and noise.
   Trainers of preferences compare log-probabilities, because their first loss is a constant.
+* Length: both again for documents of up to `_LONG` tokens, if the data has them.
 * Bits: with `batch_invariant`, the last hidden states of a document on a GPU are those of the document alone.
 * Parts of a row: on processes that share rows, the sum of the losses of the parts and its gradient with respect to the
   embeddings equal those of the whole row, which each process computes for the other comparisons.
@@ -20,7 +21,6 @@ Weights, gradients, random states, and what the Trainer, its modules and its dat
 """
 
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -80,12 +80,12 @@ from .warm_up import WarmUpCallback, evaluates, start_threads
 
 # Documents of the row, and the most tokens of each. Their lengths differ, so that means over documents and over tokens do.
 _LENGTHS, _LONG = (20, 48, 32), (384, 512, 448)
-# Seconds that a CPU may take for a row of longer documents, as its time for a short one tells.
-_PATIENCE = 2.0
+# Seconds that a CPU may take for a step on a row of longer documents, as its time for a short one tells.
+_PATIENCE = 1.0
 
 
 class VerifyCallback(TrainerCallback):
-    """Verifies a set-up of [`configure_packing`] when training starts, once for each model and dataset.
+    """Verifies a set-up of [`configure_packing`] whenever training starts: anything may have changed since the last time.
 
     A difference is undone with the reason if the set-up was chosen automatically, and is an error otherwise.
 
@@ -97,7 +97,7 @@ class VerifyCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, setup: Setup):
-        self.trainer, self.setup, self._verified = trainer, setup, ()
+        self.trainer, self.setup = trainer, setup
 
     @classmethod
     def add(cls, trainer: Trainer, setup: Setup) -> None:
@@ -107,24 +107,20 @@ class VerifyCallback(TrainerCallback):
         trainer.callback_handler.callbacks[:] = [*callbacks[:at], cls(trainer, setup), *callbacks[at:]]
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        trainer, key = self.trainer, (weakref.ref(self.trainer.model), id(self.trainer.train_dataset))
-        if self._verified == key or state.global_step >= state.max_steps:
+        trainer = self.trainer
+        if state.global_step >= state.max_steps:
             return
         start_threads(trainer)
-        if against_other_rows(trainer) is None and FirstBatch.put_in(
-            trainer, train_dataloader, partial(self._check, key)
-        ):
-            return
-        self._check(key, train_dataloader)
+        if against_other_rows(trainer) is not None or not FirstBatch.put_in(trainer, train_dataloader, self._check):
+            self._check(train_dataloader)
 
-    def _check(self, key: tuple, train_dataloader: Any) -> None:
+    def _check(self, train_dataloader: Any) -> None:
         trainer, args = self.trainer, self.trainer.args
         start = time.perf_counter()
         try:
             said = self._together(lambda: self._verify(train_dataloader))
             said = f"Verified packing on {said} ({time.perf_counter() - start:.1f} s)."
         except DifferenceError as error:
-            self._verified = key
             self._refuse(error, train_dataloader)
             return
         except UnseenError as error:
@@ -135,7 +131,6 @@ class VerifyCallback(TrainerCallback):
                 error.add_note("This happened while packing was verified. Pass verify=False to skip it.")
                 raise
             said = f"Not verified: {described(error)}."
-        self._verified = key
         say(trainer, said)
 
     def _anywhere(self, found: bool) -> bool:
@@ -228,20 +223,13 @@ class VerifyCallback(TrainerCallback):
         return [documents] if is_packed(self.trainer.train_dataset) else documents
 
     def _verify_row(self, row: Row) -> tuple[str, float]:
-        """Compare the documents of a row with one another, and the row with their padded batch.
-
-        Returns the findings in words, and the seconds of a step.
-        """
-        trainer, model, words = self.trainer, row.model, "gradients between documents are 0"
-        look, unseen = partial(loss_of, trainer, model, row.batch), None
-        if trainer.is_fsdp_enabled:
+        """Compare the documents of a row. Returns the findings in words, and the seconds of a step."""
+        words = "gradients between documents are 0"
+        if self.trainer.is_fsdp_enabled:
             words = "gradients between documents were not looked at, because FSDP frees weights"
-        else:
-            unseen = self._look_between(model, look, row.batch, row.places, _stops_training())
         seconds, losses = self._compare(row)
-        if unseen is not None:
-            raise unseen
-        return f"{words}; loss {losses}{self._bits(model, look, row.batch, row.places)}", seconds
+        look = partial(loss_of, self.trainer, row.model, row.batch)
+        return f"{words}; loss {losses}{self._bits(row.model, look, row.batch, row.places)}", seconds
 
     def _bits(self, model, forward: Callable, batch: dict, places: list) -> str:
         """Compare documents with the same ones alone, bit by bit, if the set-up promises that they are equal.
@@ -276,11 +264,19 @@ class VerifyCallback(TrainerCallback):
         return None
 
     def _compare(self, row: Row) -> tuple[float, str]:
-        """Compare a row with its padded batch. Returns the seconds of a step, and the losses in words."""
+        """Look for gradients between the documents of a row, and compare it with its padded batch.
+
+        Returns the seconds of a step, and the losses in words.
+        """
+        unseen, look = None, partial(loss_of, self.trainer, row.model, row.batch)
+        if not self.trainer.is_fsdp_enabled:
+            unseen = self._look_between(row.model, look, row.batch, row.places, _stops_training())
         with quiet(row.model):
             side = self._together(_stops_training()(lambda: Side(row.step)))
             padded = Side(row.step_padded)
             note = self._find(row.model, side, padded)
+        if unseen is not None:
+            raise unseen
         return side.seconds, f"{side.loss:.4f}, padded {padded.loss:.4f}{note}"
 
     def _find(self, model, row: Side, other: Side, what: str = BATCH, fix: str = PADDED) -> str:
