@@ -141,7 +141,7 @@ def make(words: set[str], config: dict, args) -> torch.nn.Module:
 
 
 def make_optimizer(name: str, model: torch.nn.Module, device: str) -> torch.optim.Optimizer:
-    """The optimizer that a Trainer makes, with a group for each mesh, because one kernel cannot update weights of two."""
+    """The optimizer that a Trainer makes, with a group of weights for each mesh as there."""
     settings = TrainingArguments(
         tempfile.gettempdir(), learning_rate=1e-5, use_cpu=device == "cpu", report_to="none", **arguments_for(name)
     )
