@@ -250,6 +250,8 @@ def main() -> int:
         parser.error("--offload needs --checkpointing")
     machine, command = start(args.device)
     report = earlier_report(args.output, machine, parser)
+    # The first process writes the file below, while another one may still read it.
+    dist.barrier()
     config = with_layers(MODELS[args.model], args.layers)
     lengths = [args.tokens] if args.one_document else sample_lengths("lognormal", args.tokens)
     run = {"command": command, "model": args.model, "layers": config["num_hidden_layers"]}
