@@ -81,6 +81,12 @@ def make_batch(lengths: list[int], vocab_size: int, parallel: SequenceParallel, 
     }
 
 
+def fresh(batch: dict) -> dict:
+    """The same shard without the index tensors that its boundaries keep. In training every row computes its own."""
+    row = replace(batch["boundaries"].row, shared=Derived())
+    return batch | {"boundaries": replace(batch["boundaries"], row=row, shared=Derived())}
+
+
 def sum_gradients(model: torch.nn.Module) -> None:
     if dist.get_world_size() > 1:
         waiting = [dist.all_reduce(p.grad, async_op=True) for p in model.parameters() if p.grad is not None]
@@ -124,11 +130,7 @@ def measure(model, lengths: list[int], size: int, arm: str, variant: str, segmen
 
     def step(batch=batch):
         model.zero_grad(set_to_none=True)
-        inputs = dict(batch)
-        if size > 1:
-            # Boundaries cache the index tensors that layers share. In training every row computes its own.
-            row = replace(batch["boundaries"].row, shared=Derived())
-            inputs["boundaries"] = replace(batch["boundaries"], row=row, shared=Derived())
+        inputs = fresh(batch) if size > 1 else batch
         with torch.autocast(device, torch.bfloat16, enabled=args.lora):
             loss = model(**inputs, num_items_in_batch=targets).loss
         loss.backward()

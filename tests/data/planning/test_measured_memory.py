@@ -32,6 +32,7 @@ OTHER_ARMS = {"stock-experts", "prepared", "float8base"}
 LONGER_CHUNKS = {("0.8B", 2048), ("0.8B", 4096), ("olmo_hybrid", 8192)}
 # Wider bounds, with their reasons. In these hybrids, 8 layers of hidden size 1,024 keep what is small in larger ones.
 BOUND, OF_HYBRIDS = 0.05, 0.1
+OF_EXPERTS = "LoRA of experts"
 WAYS = ("without", "with", "offload")
 
 
@@ -96,22 +97,23 @@ def computed(file, run):
     arm, variant = arm_of(run), run.get("variant") or ""
     words, weights = set(re.split(r"\+|, ", arm)), run.get("weights", "bfloat16")
     of_others = "family" in run
-    lora = run.get("lora") is True or bool(words & {"lora", "qlora", "LoRA"}) or file == "one_document"
-    weights = "nf4" if run.get("qlora") or run.get("load_in_4bit") or "qlora" in words else weights
+    lora = run.get("lora") is True or bool(words & {"lora", "qlora", "LoRA", OF_EXPERTS}) or file == "one_document"
+    weights = "nf4" if run.get("qlora") or run.get("load_in_4bit") or words & {"qlora", "NF4"} else weights
     mtp = next((word for word in ("mtp", "mtp-only") if word in words), "")
     optim = run.get("optim") or (DEFAULT if "tool" in run else None)
     model = run["family"] if of_others else run.get("model") or next((x for x in run["under"] if x in SIZES), "0.8B")
     model, few, _ = model.partition("-12L")
-    layers = (12 if few or file == "expert_parallel" else run.get("layers")) if model in MIXTURES else None
+    layers = (12 if few else run.get("layers")) if model in MIXTURES else None
     if of_others:
         given = dict(run["config"])
         config, sizes, parameters = with_sizes(CONFIG_MAPPING[given.pop("model_type")](**given))
     else:
         config, sizes, parameters = known(model, layers, weights, bool(mtp))
-    experts = lora and bool(sizes.mixtures) and not (run.get("linear") or file == "expert_parallel")
+    experts = lora and bool(sizes.mixtures) and not (run.get("linear") or "LoRA" in words)
     tokens = sum(run["lengths"]) if of_others else run.get("tokens", 2**14)
-    # The processes that share a row, and those that share weights.
-    size = run.get("size", 1)
+    # The processes that share weights, and those that share a row.
+    gpus = run.get("gpus", 2)
+    size = run.get("size", gpus if "SP" in words else 1)
     spread = "EP" if "EP" in words else "FSDP2" if "FSDP2" in words or run.get("kind") == "fsdp2" else ""
     always = file in ("sequence_parallel", "long_documents", "one_document", "segments")
     saving = (run.get("checkpointing") or always) + bool(run.get("offload") or "offload" in variant)
@@ -122,11 +124,11 @@ def computed(file, run):
         parameters,
         tokens,
         size,
-        2 if spread else 1,
+        gpus if spread or {"DDP", "NF4"} <= words else 1,
         4 if weights == "float32" else 2,
         checkpointed_layers(config, every * (saving > 0), bool(mtp)),
         saving == 2,
-        arm.split("+")[1] if size > 1 else None,
+        (arm.partition("+")[2] or "heads") if size > 1 else None,
         Lora(
             16 * lora,
             experts,
@@ -136,7 +138,7 @@ def computed(file, run):
         ),
         OPTIMIZERS[optim or DEFAULT],
         1,
-        2 if spread == "EP" else 1,
+        gpus if spread == "EP" else 1,
         "kept" in words,
         run.get("segment_tokens"),
     )
