@@ -5,9 +5,11 @@ from contextlib import nullcontext
 from itertools import product
 
 import torch
+from common.memory import Memory
 from parameterized import parameterized
 
 from transformers_packed.audit.isolation import UnseenError
+from transformers_packed.training import padded_steps
 from transformers_packed.training.compare import (
     BARS,
     GRADIENT,
@@ -139,3 +141,33 @@ class RoundingTest(unittest.TestCase):
     )
     def test_what_is_not(self, exact_difference, rounding, refused, message):
         self.assertIn(message, self.check(exact_difference, rounding, refused))
+
+
+class WeightsTest(unittest.TestCase):
+    """Sums of the gradient of a weight."""
+
+    def sums(self, gradient):
+        return padded_steps._sums_of(gradient, torch.device("cpu"))
+
+    @parameterized.expand(
+        [((1 << 18 | 5,),), ((512, 512),), ((512, 512), True), ((8, 64, 512),), ((512, 512, 1),), ((1, 1 << 18),)]
+    )
+    def test_tell_each_element_and_take_less_memory_than_the_gradient(self, shape, is_transposed=False):
+        """Also of vectors, as which FSDP1 shards all weights."""
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        gradient = gradient.mT if is_transposed else gradient
+        storage, memory = gradient.untyped_storage(), Memory()
+        memory.known.add(storage)
+        with memory:
+            sums = self.sums(gradient)
+        self.assertLess(memory.peak, gradient.nbytes / 2)
+        size = gradient.norm()
+        for at in (0, -1):
+            other = gradient.clone()
+            other[(at,) * other.ndim] += 0.1 * size
+            self.assertGreater((self.sums(other) - sums).norm() / sums.norm(), 0.01)
+
+    @parameterized.expand([((0,),), ((0, 4),), ((0, 3, 4),)])
+    def test_of_nothing(self, shape):
+        """As a process has of a small weight that FSDP shards."""
+        self.assertEqual(self.sums(torch.zeros(shape)).tolist(), self.sums(None).tolist())

@@ -301,6 +301,14 @@ class QuietTest(VerifyTestCase):
         with self.assertRaisesRegex(ValueError, "no gradient between the 3 documents"):
             said(trainer.train)
 
+    def test_a_trunk_that_does_not_train(self):
+        """Gradients of a comparison are not added to those of the look for gradients that stopped."""
+        trainer = self.trainer()
+        trainer.model.model.layers[0].register_forward_hook(lambda module, inputs, output: output.detach())
+        output = train_configured(trainer, "padding_free")
+        self.assertIn("Not verified: no hidden state depends on an embedding", output)
+        self.assertEqual(trainer.state.global_step, 1)
+
     def test_a_model_that_draws_random_numbers(self):
         trainer = self.trainer()
         layer = trainer.model.model.layers[0].mlp

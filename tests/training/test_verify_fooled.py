@@ -106,6 +106,18 @@ class ZeroTest(FooledTestCase):
         with self.assertRaisesRegex(ValueError, "no gradient between the 4 documents"):
             verify_packing(model, batch)
 
+    def test_a_loop_under_autocast(self):
+        """Autocast keeps the weights that it has cast, and those of the check are other ones."""
+        model = patch_model(with_conv(self.trainer().model))
+        model.model.layers[0].conv.down = torch.nn.Conv1d(model.config.hidden_size, 4, 1)
+        batch = DataCollatorWithFlattening(on_leak="ignore")(Samples(4).rows)
+        losses = []
+        for verifies in (False, True):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = verify_packing(model, batch).loss if verifies else model(**batch).loss.item()
+                losses += [loss, model(**batch).loss.item()]
+        self.assertEqual(losses, losses[:1] * 4)
+
     def test_a_leak_in_an_audit(self):
         model = patch_model(with_conv(self.trainer().model))
         self.assertEqual(audit_model(model, inputs=["all"]).sources["all"].verdict, "leaks")

@@ -41,7 +41,9 @@ def leak_between(
         [`NotFiniteError`]: NaN or infinity within a document, from which gradients at others follow.
     """
     largest = inside = 0.0
-    with off_zero(model):
+    with off_zero(model), ExitStack() as stack:
+        # What follows may compute gradients, also after an error.
+        stack.callback(model.zero_grad)
         for number in range(len(places)):
             # A forward for each backward: selective checkpoints allow no second one.
             with watch(model) as seen:
@@ -67,7 +69,6 @@ def leak_between(
             gradient[of_input[number]] = 0
             # NaN is larger than any number here.
             largest = max(largest, gradient.nan_to_num(nan=float("inf")).max().item())
-    model.zero_grad()
     if not inside:
         raise UnseenError("no hidden state depends on an embedding")
     return largest / inside

@@ -119,11 +119,14 @@ def off_zero(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for x in zeros:
                 x.normal_(std=_OFF_ZERO, generator=torch.Generator(x.device).manual_seed(0))
+        # An autocast around this keeps what it has cast, whatever the weights are since.
+        torch.clear_autocast_cache()
         yield
     finally:
         with torch.no_grad():
             for x in zeros:
                 x.zero_()
+        torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -6,8 +6,8 @@ no faults:
 * Of the order of sums: the relative difference may be that of `BARS`.
 * Of noise, where code draws random numbers: each side runs `RUNS` times. The means of both may differ by the bar and
   `STANDARD_ERRORS` standard errors of their difference, which is a difference of at most 4 standard deviations of a run.
-  The runs of one side may spread `SPREAD` times as much as those of the other. Two sides with the same noise fail a test
-  about once in 3,000 times.
+  The runs of one side may spread `SPREAD` times as much as those of the other. Two sides with the same noise fail the
+  first test about once in 3,000 times, and the second one about once in 1,700.
 * Of rounding, where a model amplifies it: both sides have to be equal in the next precision. In the precision of the
   training, they run `RUNS` times with embeddings that are rounded another way, and what is then allowed for noise holds.
 

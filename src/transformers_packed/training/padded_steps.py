@@ -25,6 +25,8 @@ _IDS = "input_ids"
 _LOOKED_AT, _MOST = 16, 4
 # Tokens of a made prompt.
 _PROMPT = 8
+# Elements of a gradient in a row, whatever its shape. Numbers for each element of a long vector would be larger than it.
+_WIDTH = 4096
 
 
 def real_batch(trainer: Trainer, loader: Any) -> Any:
@@ -129,10 +131,18 @@ def _sums_of(gradient: torch.Tensor | None, device: torch.device) -> torch.Tenso
     if gradient.is_sparse:
         # Its values have an order of their own.
         return only_finite(_local(gradient)).expand(8).float().to(device)
-    # A process may have nothing of a small parameter that FSDP shards.
-    values = torch.atleast_2d(_local(gradient)).flatten(0, -2)
+    values = _local(gradient)
+    if not values.is_contiguous():
+        return _sums_of_rows(torch.atleast_2d(values).flatten(0, -2)).to(device)
+    # A process may have nothing of a small parameter that FSDP shards. FSDP1 flattens all of them.
+    values = values.view(-1)
+    whole = len(values) // _WIDTH * _WIDTH
+    return (_sums_of_rows(values[:whole].view(-1, _WIDTH)) + _sums_of_rows(values[whole:][None])).to(device)
+
+
+def _sums_of_rows(values: torch.Tensor) -> torch.Tensor:
     left, right = (_numbers(size, values.device) for size in values.shape)
-    return ((left.to(values.dtype) @ values).float() * right).sum(1).to(device)
+    return ((left.to(values.dtype) @ values).float() * right).sum(1)
 
 
 def _numbers(size: int, device: torch.device) -> torch.Tensor:

@@ -11,18 +11,25 @@ from transformers_packed import configure_packing
 
 
 class Changes(TrainerCallback):
-    """Changes the model in the second step, and again at its end."""
+    """Changes the model in the second step."""
 
-    def __init__(self, change, after=lambda model: None):
-        self.change, self.after = change, after
+    def __init__(self, change):
+        self.change = change
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if state.global_step == 1:
             self.weights = [x.detach().clone() for x in model.parameters()]
             self.change(model)
 
+
+class Generates(TrainerCallback):
+    """Has a cache between steps."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        model.config.use_cache = False
+
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.after(model)
+        use_cache(model)
 
 
 def use_cache(model):
@@ -58,13 +65,8 @@ class SettingsTest(ConfigureTestCase):
         self.assertEqual(trainer.state.global_step, 3)
 
     def test_a_cache_between_steps(self):
-        """A generation turns it on, and off again."""
-
-        def generate(model):
-            use_cache(model)
-            model.config.use_cache = False
-
-        trainer = self.configured(Changes(lambda model: None, generate))
+        """A generation needs it, and the next step turns it off."""
+        trainer = self.configured(Generates())
         said(trainer.train)
         self.assertEqual(trainer.state.global_step, 3)
 
