@@ -79,7 +79,17 @@ _DECODER = {
 }
 # By family: its model type if the name differs, and further settings.
 _SPECIAL = {
-    "bailing_hybrid": (None, {"layer_types": _LINEAR_AND_FULL, "num_key_value_heads": 4, "first_k_dense_replace": 1}),
+    # Its router chooses a group, and experts of it.
+    "bailing_hybrid": (
+        None,
+        {
+            "layer_types": _LINEAR_AND_FULL,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "num_local_experts": 8,
+            "n_group": 2,
+        },
+    ),
     "bamba": (None, {"attn_layer_indices": [1], **_MAMBA2}),
     "falcon_h1": (None, {"mamba_d_ssm": 64, **_MAMBA2}),
     "granitemoehybrid": (None, {"layer_types": _LINEAR_AND_FULL, **_MAMBA2}),
@@ -208,7 +218,7 @@ def tiny_config(family: str, **options):
 
 def _values(cls: type, tiny: dict = _TINY) -> dict:
     known = inspect.signature(cls.__init__).parameters
-    names = {name: cls.attribute_map.get(name, name) for name in tiny}
+    names = {name: name if name in known else cls.attribute_map.get(name, name) for name in tiny}
     return {names[name]: value for name, value in tiny.items() if names[name] in known}
 
 

@@ -268,7 +268,7 @@ class SegmentsTest(InterpretedKernelsTest):
         model.activation_checkpointing_enable({"segment_tokens": SEGMENT, "preserve_rng_state": False})
         # Frozen weights have no gradients.
         model.requires_grad_(False)
-        numbers = (6, 9) if kind == "full_attention" else (2, 4)
+        numbers = (6, 9) if kind == "full_attention" else (2, 3)
         rows = [SequenceBoundaries.from_lengths([n * SEGMENT]) for n in numbers]
         # What is derived from boundaries stays from the first backward on. A segment has some bytes more of them.
         _, _, (kept, peak), (more_kept, more_peak) = (self.backward(model, row) for row in 2 * rows)

@@ -56,8 +56,7 @@ class VisibleKernelsTest(unittest.TestCase):
 
     def test_the_kernels_of_the_kimi_delta_rule(self):
         """In Triton's interpreter: rows with lengths on the device alone, and nothing that a backward leaves behind."""
-        path = TESTS / "scripts" / "kimi_rows.py"
-        result = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=TESTS)
+        (result,) = run_script(TESTS / "scripts" / "kimi_rows.py")
         self.assertEqual(result.stdout.splitlines()[-1:], ["3"], result.stderr[-3000:])
 
     def test_the_kimi_delta_rule(self):

@@ -15,6 +15,12 @@ from pathlib import Path
 
 import torch
 import triton.language as tl
+
+
+# The tests hide it in the process from which this one may be forked.
+if sys.modules.get("fla", ...) is None:
+    del sys.modules["fla"]
+
 from fla.ops.utils import graph
 from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner

@@ -50,6 +50,8 @@ _ROPE = dict.fromkeys(_FULL_AND_SLIDING, {"rope_type": "default", "rope_theta": 
 _LINEAR_AND_HYBRID = ["linear_attention", "hybrid"] * 2
 # Additional settings by model type, to be valid, to be small, or to include all kinds of layers.
 _OVERRIDES: dict[str, dict] = {
+    # Its router chooses a group, and experts of it.
+    "bailing_hybrid": {"num_local_experts": 8, "n_group": 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "blenderbot": {"max_position_embeddings": 1024},
     "blt": {"encoder_config": {"hidden_size_global": 64}, "decoder_config": {"hidden_size_global": 64}},
@@ -140,7 +142,8 @@ def _parts(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
 
 def _tiny_values(cls: type[PreTrainedConfig]) -> dict:
     known = inspect.signature(cls.__init__).parameters
-    own_name = {name: cls.attribute_map.get(name, name) for name in (*_TINY, *_WINDOWS)}
+    # The signature has a setting under its own name, or under the common one that stands for it.
+    own_name = {name: name if name in known else cls.attribute_map.get(name, name) for name in (*_TINY, *_WINDOWS)}
     values: dict[str, Any] = {own_name[name]: value for name, value in _TINY.items() if own_name[name] in known}
     for name, value in _WINDOWS.items():
         if own_name[name] in known and known[own_name[name]].default is not None:
