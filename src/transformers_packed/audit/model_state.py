@@ -106,6 +106,11 @@ def _is_rate(item: Any, name: str, value: Any) -> bool:
     return is_number and any(part in name for part in _RANDOM)
 
 
+def _has_memory(x: torch.Tensor) -> bool:
+    """Whether its values may be read, unlike those on the meta device and those of storages that FSDP1 has emptied."""
+    return not x.is_meta and x.untyped_storage().nbytes() >= x.nbytes
+
+
 @contextmanager
 def off_zero(model: torch.nn.Module) -> Iterator[None]:
     """Give trained weights that are all zero small values meanwhile.
@@ -113,7 +118,7 @@ def off_zero(model: torch.nn.Module) -> Iterator[None]:
     Adapters begin at zero, so that they change nothing before the first step. Until then, no gradient passes through them,
     and what they mix would show only later.
     """
-    plain = (x for x in model.parameters() if type(x) is torch.nn.Parameter and x.requires_grad and not x.is_meta)
+    plain = (x for x in model.parameters() if type(x) is torch.nn.Parameter and x.requires_grad and _has_memory(x))
     zeros = [x for x in plain if x.is_floating_point() and x.dtype.itemsize > 1 and not x.any()]
     try:
         with torch.no_grad():
