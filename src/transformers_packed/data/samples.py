@@ -146,8 +146,8 @@ def real_sample(sample: Mapping[str, Any], index: int | None = None) -> Mapping[
     if mask is None:
         return sample
     _note_masked_targets(sample.get("labels"), mask)
-    _note_gap(mask)
     real = np.array([position for position, keep in enumerate(mask) if keep], np.int64)
+    _note_gap(real)
 
     def kept(column: Any) -> Any:
         return type(column)(compress(column, mask)) if isinstance(column, list | tuple) else column[real]
@@ -200,8 +200,8 @@ def _note_masked_targets(labels: Any, mask: Any) -> None:
         )
 
 
-def _note_gap(mask: Any) -> None:
-    if 1 in mask and 0 in mask[(start := mask.index(1)) : start + mask.count(1)]:
+def _note_gap(real: np.ndarray) -> None:
+    if len(real) and real[-1] - real[0] >= len(real):
         logger.warning_once(
             "A sample has an attention_mask of 0 between tokens. They are removed, so the tokens after them have other "
             "positions than in a padded batch. Mask padding alone to make both equal, and set other labels to -100."

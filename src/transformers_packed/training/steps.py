@@ -42,6 +42,9 @@ class Row:
                 # A collator that cannot pad labels, which packed training does not need.
                 return PaddedSamples(tuple(columns))(self.documents)
 
+    def loss(self) -> torch.Tensor:
+        return loss_of(self.trainer, self.model, self.batch)
+
     def step(self) -> Measured:
         return step_of(self.trainer, self.model, self.batch, self.places)
 

@@ -72,7 +72,7 @@ from ..restore import (
     trunk_too,
 )
 from ..state import DATA, State
-from ..steps import Row, loss_of, step_of_parts, whole_rows
+from ..steps import Row, step_of_parts, whole_rows
 from ..typed import Trainer
 from .first_batch import FirstBatch
 from .warm_up import WarmUpCallback, evaluates, start_threads
@@ -228,8 +228,7 @@ class VerifyCallback(TrainerCallback):
         if self.trainer.is_fsdp_enabled:
             words = "gradients between documents were not looked at, because FSDP frees weights"
         seconds, losses = self._compare(row)
-        look = partial(loss_of, self.trainer, row.model, row.batch)
-        return f"{words}; loss {losses}{self._bits(row.model, look, row.batch, row.places)}", seconds
+        return f"{words}; loss {losses}{self._bits(row.model, row.loss, row.batch, row.places)}", seconds
 
     def _bits(self, model, forward: Callable, batch: dict, places: list) -> str:
         """Compare documents with the same ones alone, bit by bit, if the set-up promises that they are equal.
@@ -268,9 +267,9 @@ class VerifyCallback(TrainerCallback):
 
         Returns the seconds of a step, and the losses in words.
         """
-        unseen, look = None, partial(loss_of, self.trainer, row.model, row.batch)
+        unseen = None
         if not self.trainer.is_fsdp_enabled:
-            unseen = self._look_between(row.model, look, row.batch, row.places, _stops_training())
+            unseen = self._look_between(row.model, row.loss, row.batch, row.places, _stops_training())
         with quiet(row.model):
             side = self._together(_stops_training()(lambda: Side(row.step)))
             padded = Side(row.step_padded)
