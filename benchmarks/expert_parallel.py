@@ -40,7 +40,7 @@ from peft import LoraConfig, get_peft_model
 from sequence_parallel import fresh, largest, make_batch
 from shapes import LORA_LAYERS, LORA_MLP, MODELS, sample_lengths, with_layers
 from step import earlier_report, timed
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
@@ -101,12 +101,8 @@ def keep_part(made: torch.nn.Module, kept: torch.nn.Module) -> None:
     for name, whole in chain(made.named_parameters(recurse=False), made.named_buffers(recurse=False)):
         part, values = getattr(kept, name).detach(), whole.detach()
         if isinstance(part, DTensor):
-            for dim, size in enumerate(part.device_mesh.shape):
-                if size > 1:
-                    along, rank = part.placements[dim].dim, part.device_mesh.get_local_rank(dim)
-                    chunks = values.chunk(size, along)
-                    values = chunks[rank] if rank < len(chunks) else values.narrow(along, 0, 0)
-            part = part.to_local()
+            # Each process has all values.
+            values = distribute_tensor(values, part.device_mesh, part.placements, src_data_rank=None)
         part.copy_(values)
     made.to_empty(device="meta", recurse=False)
 
