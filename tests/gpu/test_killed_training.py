@@ -82,11 +82,11 @@ class KilledTrainingTest(unittest.TestCase):
         gpu = self.train("gpu", "--no-offload")
         killed = self.train("killed", *ON_HOST, kill=True)
         self.assertFalse((killed / "adapter_model.safetensors").exists())
-        self.assertEqual(self.train("killed", *ON_HOST, "--resume"), killed)
+        self.train("killed", *ON_HOST, "--resume")
         text = (self.root / "killed.log").read_text()
         self.assertIn("in host memory", text)
         self.assertGreater(text.count(f"step {SAVED + 1}/"), 1)
-        losses = [list(map(float, losses_of(path))) for path in (gpu, killed)]
+        losses = [losses_of(path) for path in (gpu, killed)]
         self.assertEqual(len(losses[0]), STEPS)
         self.assertLess(losses[0][-1], losses[0][0] - 0.1)
         self.assertEqual(*losses)
@@ -97,6 +97,5 @@ class KilledTrainingTest(unittest.TestCase):
 
 def losses_of(output: Path) -> list[float]:
     """Return the loss of each step from the last checkpoint's state."""
-    states = sorted(output.glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
-    history = json.loads(states[-1].read_text())["log_history"]
+    history = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]
