@@ -322,6 +322,20 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved() - before
 
+    def test_gradients_of_other_rows_share_their_memory(self):
+        """Rows of other numbers of documents have recordings of their own, but they keep no gradients."""
+        graphed, _ = models_of()
+        weights = sum(x.nbytes for x in graphed.model.layers.parameters())
+        allocated = []
+        for lengths in ([1024], FULL["thirty"]):
+            graphed(**row_on_gpu(lengths)).loss.backward()
+            graphed.zero_grad()
+            allocated.append(torch.cuda.memory_allocated())
+        self.assertEqual(graphs_of(graphed), 2)
+        more = (allocated[1] - allocated[0]) / weights
+        report("CUDA graphs: memory of another recording, of that of the weights", ratio=more)
+        self.assertLess(more, 0.5)
+
     @parameterized.expand([("by itself", None), ("asked for", True), ("never", False)])
     def test_trainer(self, name, wanted):
         """`PackedTrainer` measures rows and memory, and no graph is recorded after the first step."""

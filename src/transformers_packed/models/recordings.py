@@ -242,18 +242,42 @@ class _Replay(torch.autograd.Function):
 
 
 class _Recording:
-    """A recording of a function's GPU work. `replay` recomputes the returned tensors at the same addresses."""
+    """A recording of a function's GPU work. `replay` recomputes the returned tensors at the same addresses.
 
-    def __init__(self, function: Callable[[], Any], place: tuple):
+    Whatever memory of the pool they have, later recordings may have, too: use the results before another replay.
+    """
+
+    def __init__(self, function: Callable[[], list[torch.Tensor | None]], place: tuple):
         pool, stream = place
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may keep calling CUDA, for example to pin memory.
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._result = function()
+            result = function()
+        self._result = [None if x is None else _without_memory(x) for x in result]
 
-    def replay(self) -> Any:
+    def replay(self) -> list[Any]:
         self._graph.replay()
         return self._result
+
+
+class _Address:
+    """The place of a GPU tensor, as other packages describe it to `torch.as_tensor`."""
+
+    def __init__(self, tensor: torch.Tensor):
+        size = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            # NumPy has no bfloat16.
+            "typestr": f"<i{size}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(size * stride for stride in tensor.stride()),
+            "version": 2,
+        }
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor at the same address, whose memory the allocator may give away."""
+    return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype)
 
 
 @contextmanager
