@@ -191,9 +191,22 @@ def length(intervals: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in covered(intervals))
 
 
+def longest_gaps(kernels: list[tuple[float, float, str]]) -> dict[str, float]:
+    """The times in which the GPU had nothing to do, of the kernels before and after, the longest of them."""
+    gaps: dict[str, float] = {}
+    end, last = float("inf"), ""
+    for start, stop, name in sorted(kernels):
+        if start > end:
+            pair = f"{last[:40]} | {name[:40]}"
+            gaps[pair] = gaps.get(pair, 0) + start - end
+        if not last or stop > end:
+            end, last = stop, name
+    return {pair: round(gap / 1000, 2) for pair, gap in sorted(gaps.items(), key=lambda x: -x[1])[:12]}
+
+
 def summary(trace) -> dict:
     """Milliseconds of kernels, and counts of what makes the host wait."""
-    computing, communicating, names, copies, times = [], [], {}, {}, {}
+    computing, communicating, names, copies, times, kernels = [], [], {}, {}, {}, []
     waited = 0
     for event in trace.events():
         span = event.time_range.start, event.time_range.end
@@ -204,6 +217,7 @@ def summary(trace) -> dict:
             elif not event.is_user_annotation and not event.name.startswith("Memset"):
                 (communicating if "nccl" in event.name.lower() else computing).append(span)
                 times[event.name] = times.get(event.name, 0) + span[1] - span[0]
+                kernels.append((*span, event.name))
         elif event.name.startswith(
             ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpyAsync", "aten::item")
         ):
@@ -212,6 +226,7 @@ def summary(trace) -> dict:
     spans = computing + communicating
     both = length(spans)
     return {
+        "longest_gaps_ms": longest_gaps(kernels),
         "idle_ms": round((max(x[1] for x in spans) - min(x[0] for x in spans) - both) / 1000, 2) if spans else 0,
         "host_waits_ms": round(waited / 1000, 2),
         "computation_ms": round(length(computing) / 1000, 2),

@@ -25,6 +25,8 @@ from transformers_packed import PackedTrainer, PackedTrainingArguments, patch_mo
 from transformers_packed.models import cuda_graphs
 from transformers_packed.models.checkpoint_formats import PackedWeight
 from transformers_packed.models.families import EXPERT_WEIGHTS, family_of
+from transformers_packed.models.quantization import in_4bit, keeps_dtype, nf4
+from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
 from transformers_packed.ops import dispatch, implementations_used
 from transformers_packed.ops.backends import fla
 from transformers_packed.ops.grouped_dequantization import Groups
@@ -102,6 +104,19 @@ def store_in_nvfp4(model: torch.nn.Module) -> None:
             path, _, name = name.rpartition(".")
             weight = torch.nn.Parameter(PackedWeight(groups, torch.bfloat16), requires_grad=False)
             setattr(model.get_submodule(path), name, weight)
+
+
+def store_in_nf4(model: torch.nn.Module) -> None:
+    """Quantize linear layers and experts as bitsandbytes does when our classes are loaded."""
+    for name, module in list(model.named_modules()):
+        if type(module) is torch.nn.Linear and not keeps_dtype(name):
+            model.set_submodule(name, in_4bit(module, nf4(torch.bfloat16)))
+        for weight in {x.rpartition(".")[2] for x in EXPERT_WEIGHTS} & module._parameters.keys():
+            set_weights(module, weight, ExpertsIn4bit.of(getattr(module, weight).data, "nf4", True))
+    model.is_loaded_in_4bit = True
+
+
+STORED = {"nvfp4": store_in_nvfp4, "nf4": store_in_nf4}
 
 
 @needs_gpu
@@ -273,21 +288,25 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         self.assertLessEqual(loss, 0 if checkpointing else 1e-3)
         self.assertLess(gradient, 1e-2)
 
+    @parameterized.expand(STORED)
     @unittest.skipUnless(find_spec("peft"), "needs peft")
     @shows("nvfp4", "CUDA graphs", "gradient checkpointing")
-    def test_stored_weights(self):
-        """Layers and experts of a quantized checkpoint, whose weights each replay dequantizes."""
+    @shows("nf4", "CUDA graphs", "gradient checkpointing")
+    def test_stored_weights(self, kind):
+        """Layers and experts in fewer bits, whose weights each replay dequantizes."""
         import peft
 
+        if kind == "nf4" and not find_spec("bitsandbytes"):
+            self.skipTest("needs bitsandbytes")
         wrapped = []
         for model in models_of("qwen3_5_moe"):
-            store_in_nvfp4(model)
+            STORED[kind](model)
             model.gradient_checkpointing_enable({"use_reentrant": False})
             config = {"target_modules": list(LAYERS), "target_parameters": list(EXPERT_WEIGHTS)}
             set_seed(0)
             wrapped.append(peft.get_peft_model(model, peft.LoraConfig(r=8, init_lora_weights=False, **config)))
         loss, gradient = self.compare(*wrapped, FULL.values())
-        report("CUDA graphs: LoRA on NVFP4 with gradient checkpointing", loss=loss, gradients=gradient)
+        report(f"CUDA graphs: LoRA on {kind} with gradient checkpointing", loss=loss, gradients=gradient)
         self.assertEqual(loss, 0)
         self.assertLess(gradient, 1e-2)
         self.assertEqual(len(wrapped[0].base_model.model.model.layer_graphs._graphs), 2)

@@ -109,7 +109,7 @@ def randomized(model: torch.nn.Module, noise: float = 0.02, seed: int = 1) -> to
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * noise)
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.device) * noise)
     return model
 
 

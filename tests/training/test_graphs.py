@@ -31,6 +31,7 @@ from transformers_packed import (
     configure_packing,
     use_cuda_graphs,
 )
+from transformers_packed.data.usual_rows import Rows
 from transformers_packed.models import cuda_graphs, recordings
 from transformers_packed.models.cuda_graphs import records_graphs
 from transformers_packed.training import graphs
@@ -132,7 +133,7 @@ class GivenGpuTest(unittest.TestCase):
 
 
 class ChoiceTest(GivenGpuTest):
-    def choose(self, model, rows=1, **options):
+    def choose(self, model, rows=1, longer=False, **options):
         self.gpu = self.use(Gpu(**options))
         self.gpu.text = model.model
 
@@ -145,7 +146,7 @@ class ChoiceTest(GivenGpuTest):
 
         run_short = row(2, 3)
         self.gpu.rows = [run_short]
-        return choose_graphs(model, ROW_LENGTH, row(20, 30), run_short, rows_per_step=rows)
+        return choose_graphs(model, ROW_LENGTH, row(20, 30), run_short, rows_per_step=rows, longer=longer)
 
     @parameterized.expand(
         [
@@ -174,12 +175,28 @@ class ChoiceTest(GivenGpuTest):
             # While the GPU is behind, the host waits in the launches of the row.
             ("blocked by the GPU", {"short": (30, 31)}, False, "the GPU 81 ms and the host about 45 ms", 0),
             ("slower", {"graphed": (1, 112)}, False, f"a row takes 112 ms {SPLIT}; {WITHOUT}", 4),
-            # 0.9 * 13.3 GiB less 6 GiB between steps and 3 GiB of a step.
-            ("no room for a row", {"total": 13.3}, False, "graphs may need 3.0 GiB, and 3.0 GiB are free", 0),
-            ("no room", {"total": 8}, False, "graphs may need 3.0 GiB, and 0.0 GiB are free", 0),
+            # 0.9 * 9.9 GiB less 6 GiB between steps.
+            ("no room for a row", {"total": 9.9}, False, "graphs may need 3.0 GiB, and 2.9 GiB are free", 0),
+            ("no room", {"total": 6}, False, "graphs may need 3.0 GiB, and 0.0 GiB are free", 0),
             # Other processes use the GPU too.
-            ("little is free", {"free": 5}, False, "graphs may need 3.0 GiB, and 2.0 GiB are free", 0),
-            ("large graphs", {"with_graphs": (70, 1)}, False, "graphs keep 64.0 GiB, and 63.0 GiB are free", 2),
+            ("little is free", {"free": 2}, False, "graphs may need 3.0 GiB, and 2.0 GiB are free", 0),
+            ("large graphs", {"with_graphs": (71.5, 1)}, False, "65.5 GiB, and a step needs 1.0 more of 66.0 GiB", 2),
+            # A step of the longest row, beside the graphs.
+            (
+                "no room for a longer row",
+                {"total": 13.2, "longer": True},
+                False,
+                "graphs may need 6.0 GiB, and 5.9",
+                0,
+            ),
+            (
+                "large graphs and a longer row",
+                {"with_graphs": (69.5, 1), "longer": True},
+                False,
+                "graphs keep 63.5 GiB, and a step needs 3.0 more of 66.0 GiB that are free",
+                2,
+            ),
+            ("room for both", {"with_graphs": (68.5, 1), "longer": True}, True, "the graphs keep 62.5 GiB", 2),
         ]
     )
     def test_decision(self, _, options, expected, reason, recordings):
@@ -234,15 +251,16 @@ class ChoiceTest(GivenGpuTest):
         model, _ = models_of()
         use_cuda_graphs(model, 0)
         moments = 2 * 4 * sum(x.numel() for x in model.parameters()) / GIB
-        limit = (9 + 3) / 0.9
-        self.assertFalse(self.choose(model, total=limit + 0.9 * moments / 0.9)[0])
-        self.assertTrue(self.choose(model, total=limit + 1.1 * moments / 0.9, with_graphs=(8, 1))[0])
+        # And copies of gradients. The memory between steps, and a step.
+        limit = (6 + 3) / 0.9
+        self.assertFalse(self.choose(model, total=limit + 1.4 * moments / 0.9)[0])
+        self.assertTrue(self.choose(model, total=limit + 1.6 * moments / 0.9)[0])
 
     def test_checkpoints_in_host_memory_need_room(self):
         model, _ = models_of()
         use_cuda_graphs(model, 0)
         moments = 2 * 4 * sum(x.numel() for x in model.parameters()) / GIB
-        total = (6 + 2 * 3 + moments) / 0.9
+        total = (6 + 3 + 1.5 * moments) / 0.9
         for gib, on in ((0.9, True), (1.1, False)):
             with mock.patch.object(graphs, "bytes_on_host", return_value=gib * GIB):
                 self.assertIs(self.choose(model, total=total + 1 / 0.9, with_graphs=(8, 1))[0], on)
@@ -355,6 +373,16 @@ class TrainerTest(GivenGpuTest):
                     callback.GraphsCallback(trainer).on_train_begin(trainer.args, TrainerState(max_steps=2), None)
                 self.assertEqual(choose.called, tries)
 
+    def test_a_row_without_a_graph(self):
+        trainer, _ = self.configured(train=False)
+        rows = Rows(max_length=128, tokens=100, documents=4, longest=129, fewest=4, most=4)
+        with (
+            mock.patch.object(callback, "usual_rows", return_value=rows),
+            mock.patch.object(callback, "choose_graphs", return_value=(False, "a test")) as choose,
+        ):
+            callback.GraphsCallback(trainer).on_train_begin(trainer.args, TrainerState(max_steps=2), None)
+        self.assertIs(choose.call_args.args[-1], True)
+
     def test_a_stream_of_samples(self):
         trainer, _ = self.configured(train=False)
         trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
@@ -389,6 +417,7 @@ class TrainerTest(GivenGpuTest):
             "".join(lines), r"^CUDA graphs on, because a row takes 30 ms with graphs; without, the GPU takes 81 ms"
         )
         self.assertEqual(choose.call_args.args[1], 128)
+        self.assertIs(choose.call_args.args[-1], False)
         made = RunsAgain.made
         self.assertGreater(RunsAgain.replayed, 0)
         plain, lines = self.configured(sft=True, cuda_graphs=False)

@@ -48,8 +48,17 @@ class SummaryTest(unittest.TestCase):
         self.assertEqual(found["kernels"], 2)
         self.assertEqual((found["idle_ms"], found["host_waits_ms"]), (0, 90))
         self.assertEqual(found["longest_ms"], {"ncclDevKernel_AllReduce": 12, "gemm": 10, "norm": 7})
+        self.assertEqual(found["longest_gaps_ms"], {})
         self.assertEqual(found["waits"], {"cudaStreamSynchronize": 1})
         self.assertEqual(found["copies"], {"Memcpy HtoD (Pageable -> Device)": 1})
+
+
+    def test_gaps_between_kernels(self):
+        spans = [("a", 0, 9), ("b", 1, 2), ("c", 12, 13), ("a", 13, 20), ("c", 24, 30)]
+        events = [event(*span) for span in spans]
+        found = summary(SimpleNamespace(events=lambda: events))
+        self.assertEqual(found["longest_gaps_ms"], {"a | c": 7})
+        self.assertEqual(found["idle_ms"], 7)
 
 
 class OptimizersTest(unittest.TestCase):

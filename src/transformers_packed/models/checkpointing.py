@@ -119,7 +119,12 @@ def _hosts(model: torch.nn.Module) -> set[offload.HostCheckpoints]:
     return {vars(module)[_COPIES] for module in model.modules() if _COPIES in vars(module)}
 
 
+def bytes_of_gradients(model: torch.nn.Module | None) -> int:
+    """Return the bytes of a gradient of each trained parameter."""
+    parameters = () if model is None else model.parameters()
+    return sum(x.numel() * x.element_size() for x in parameters if x.requires_grad)
+
+
 def bytes_of_moments(model: torch.nn.Module | None) -> int:
     """Return the bytes of two moments of each trained parameter, which AdamW has from the first step on."""
-    parameters = () if model is None else model.parameters()
-    return 2 * sum(x.numel() * x.element_size() for x in parameters if x.requires_grad)
+    return 2 * bytes_of_gradients(model)

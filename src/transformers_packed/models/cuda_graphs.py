@@ -31,7 +31,7 @@ from .experts import isolates
 from .families import OWN, families_of, titles
 from .family import Family, Own
 from .host_parameters import host_of
-from .quantized_weights import StoredWeight, tensors_of
+from .quantized_weights import has_parts, tensors_of
 from .recordings import RecordedLayers, RecordedRow, Use, is_on_gpu, new_place, same_counts
 from .releases import checkpoint_of
 from .replacements import Model
@@ -58,8 +58,7 @@ def use_cuda_graphs(model: Model, max_length: int, *, attention: bool = True) ->
 
     Graphs speed up rows whose kernels finish before the host can launch the next ones: up to about 8,192 tokens for
     Qwen3.5-0.8B on an H200. Every row is computed with `max_length` tokens. Recording takes seconds for the first row
-    of each kind. The graphs keep their memory: the saved activations of one row, and a gradient for each trained
-    parameter of the layers.
+    of each kind. The graphs keep their memory: the saved activations of one row, which all of them share.
 
     A forward that cannot use a graph runs without it, and the log gives the reason once. Examples are a longer row, a
     layer with hooks, and a second forward before the first backward. Graphs are recorded again if parameters, modes or
@@ -386,7 +385,7 @@ def _reasons_of_layers(
         for parameter in module._parameters.values():
             if parameter is None:
                 continue
-            known = type(parameter) in _WEIGHTS or isinstance(parameter, StoredWeight)
+            known = type(parameter) in _WEIGHTS or has_parts(parameter)
             if not known or parameter.device != hidden_states.device:
                 yield True, f"the layers have a {type(parameter).__name__} on {parameter.device}"
             trained = trained or parameter.requires_grad

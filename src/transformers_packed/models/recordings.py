@@ -1,6 +1,6 @@
 """Recordings of layers: one forward and one backward as CUDA graphs, and the autograd function that replays them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -69,7 +69,7 @@ class RecordedLayers:
     """
 
     def __init__(self, layers, parameters, row, like, trained):
-        """Run the layers a few times, on rows `like` this one, which requires gradients if `trained`."""
+        """Run each layer a few times, on rows `like` this one, which requires gradients if `trained`."""
         own = {parameter for layer in layers for parameter in layer.parameters()}
         self._parameters = [parameter for parameter in parameters if parameter in own]
         self._row, self._layers = row, layers
@@ -77,13 +77,12 @@ class RecordedLayers:
         self._segments = list(_segments(layers))
         self._stand_ins = _stand_ins(layers)
         self._wanted = [x for x in (self._input, *(self._stand_ins[x] for x in self._parameters)) if x.requires_grad]
+        self._saved: list[tuple] | None = None
         with self._as_recorded(), _beside_other_work():
             for _ in range(_WARM_UPS):
-                (self.output,) = self._compute()
-                self._d_output = row.shared("gradient", self.output)
-                self._differentiate()
-        # Free autograd's nodes on that stream.
-        self._saved = None
+                self.output = self._warm_up()
+        self._d_output = row.shared("gradient", self.output)
+        self.finish()
 
     @property
     def trained(self) -> bool:
@@ -110,17 +109,27 @@ class RecordedLayers:
         # The graph itself computes the layers again.
         return swapped(*map(vars, self._layers), gradient_checkpointing=False)
 
+    def _warm_up(self) -> torch.Tensor:
+        """Run forward and backward of one layer after the other, in the memory of one. Return the tensor for their output."""
+        x, self._options = self._input, self._row.options()
+        for layer in self._layers:
+            trained = self._trained_in([layer])
+            output = self._run([layer], x)
+            if leaves := _leaves(x, trained):
+                _gradients(output, leaves, self._row.shared("gradient", output))
+            x = output.detach().requires_grad_(bool(leaves))
+        return self._row.shared("output", x)
+
     def _compute(self) -> list[torch.Tensor]:
         """Return the output of the layers, and save what their backward needs."""
         x, self._options = self._input, self._row.options()
         self._saved = []
         for layers, again in self._segments:
-            parameters = (self._stand_ins[parameter] for layer in layers for parameter in layer.parameters())
-            trained = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+            trained = self._trained_in(layers)
             with torch.set_grad_enabled(not again):
                 output = self._run(layers, x)
             self._saved.append((layers, trained, x, None if again else output))
-            x = output.detach().requires_grad_(x.requires_grad or bool(trained))
+            x = output.detach().requires_grad_(bool(_leaves(x, trained)))
         return [self._row.shared("output", x).copy_(x.detach())]
 
     def _differentiate(self) -> list[torch.Tensor | None]:
@@ -130,19 +139,20 @@ class RecordedLayers:
         # What one segment is done with, the next one's memory can have.
         while self._saved:
             layers, trained, x, output = self._saved.pop()
-            leaves = [x, *trained] if x.requires_grad else trained
+            leaves = _leaves(x, trained)
             if not leaves:
                 break
             output = self._run(layers, x) if output is None else output
-            # Training calls backward outside of autocast.
-            with torch.autocast(x.device.type, enabled=False):
-                gradients = torch.autograd.grad(output, leaves, gradient, allow_unused=True)
-            for leaf, new in zip(leaves, gradients, strict=True):
+            for leaf, new in zip(leaves, _gradients(output, leaves, gradient), strict=True):
                 # Layers may share parameters.
                 if new is not None:
                     found[leaf] = found[leaf] + new if leaf in found else new
             gradient = found.get(x) if x is self._input else found.pop(x, None)
         return [found.get(leaf) for leaf in self._wanted]
+
+    def _trained_in(self, layers: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
+        parameters = (self._stand_ins[parameter] for layer in layers for parameter in layer.parameters())
+        return [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
 
     def _run(self, layers: list[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
         with self._row.autocast():
@@ -189,13 +199,24 @@ def _open_boundaries(cu_seqlens: torch.Tensor, max_length: int) -> SequenceBound
 
 
 def _stand_ins(layers: list[torch.nn.Module]) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
-    """Map each parameter of the layers to a new parameter that shares its memory.
+    """Map each parameter of the layers to what a recording reads: if it is trained, a new one that shares its memory.
 
     A reference to the loss of an earlier row also keeps autograd's nodes of the original parameters alive. These nodes
     belong to the stream of that row, and a recording cannot wait for that stream.
     """
     parameters = (parameter for layer in layers for parameter in layer.parameters())
-    return {x: torch.nn.Parameter(x.detach(), requires_grad=x.requires_grad) for x in parameters}
+    return {x: torch.nn.Parameter(x.detach()) if x.requires_grad else x for x in parameters}
+
+
+def _leaves(x: torch.Tensor, trained: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Return what layers with this input have gradients for."""
+    return [x, *trained] if x.requires_grad else [*trained]
+
+
+def _gradients(output: torch.Tensor, leaves: list[torch.Tensor], gradient) -> tuple[torch.Tensor | None, ...]:
+    # Training calls backward outside of autocast.
+    with torch.autocast(output.device.type, enabled=False):
+        return torch.autograd.grad(output, leaves, gradient, allow_unused=True)
 
 
 def _segments(layers: list[torch.nn.Module]) -> Iterator[tuple[list[torch.nn.Module], bool]]:
@@ -247,7 +268,7 @@ class _Recording:
     Whatever memory of the pool they have, later recordings may have, too: use the results before another replay.
     """
 
-    def __init__(self, function: Callable[[], list[torch.Tensor | None]], place: tuple):
+    def __init__(self, function: Callable[[], Sequence[torch.Tensor | None]], place: tuple):
         pool, stream = place
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may keep calling CUDA, for example to pin memory.

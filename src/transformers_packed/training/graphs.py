@@ -8,7 +8,7 @@ import torch
 
 from ..data.planning.memory import FILLED, gib
 from ..errors import described
-from ..models.checkpointing import bytes_of_moments, bytes_on_host
+from ..models.checkpointing import bytes_of_gradients, bytes_of_moments, bytes_on_host
 from ..models.cuda_graphs import records_graphs, share_of_attention, text_models_of, use_cuda_graphs
 
 
@@ -32,6 +32,7 @@ def choose_graphs(
     run_longest: Callable[[], None] | None = None,
     others: Sequence[Callable[[], None]] = (),
     rows_per_step: int = 1,
+    longer: bool = False,
 ) -> tuple[bool, str]:
     """Run the layers of `model` as CUDA graphs if its rows are faster that way and the memory suffices.
 
@@ -50,11 +51,13 @@ def choose_graphs(
             The same for a row with about as many launches that takes the GPU less time than the host. While the GPU is
             behind, CUDA lets the host wait, and a longer row would not tell the host's own time. By default, rows are short.
         run_longest (`Callable`, *optional*):
-            The same for the longest row, which may have no graph. By default, rows have the same length.
+            The same for the longest row. By default, rows have the same length.
         others (`Sequence[Callable]`, *optional*):
             The same for a row of each further graph. Their memory counts too.
         rows_per_step (`int`, *optional*, defaults to 1):
             The steps of gradient accumulation.
+        longer (`bool`, *optional*, defaults to `False`):
+            Whether the longest row has no graph. Its activations then need memory beside the graphs.
 
     Returns:
         `tuple[bool, str]`: whether graphs are on, and the reason. After an error they are off.
@@ -62,7 +65,8 @@ def choose_graphs(
     on = False
     try:
         short, longest = run_short or run, run_longest or run
-        on, reason = _choose(model, max_length, run, short, longest, others, _LAUNCHES * (1 + _REST / rows_per_step))
+        step_per_row = _LAUNCHES * (1 + _REST / rows_per_step)
+        on, reason = _choose(model, max_length, run, short, longest, others, step_per_row, longer)
     except Exception as error:
         reason = f"measuring stopped with {described(error)}"
     finally:
@@ -73,7 +77,7 @@ def choose_graphs(
     return on, reason
 
 
-def _choose(model, max_length, run, run_short, run_longest, others, step_per_row):
+def _choose(model, max_length, run, run_short, run_longest, others, step_per_row, longer):
     run_short()
     host = _time(run_short)[0]
     run()
@@ -88,9 +92,10 @@ def _choose(model, max_length, run, run_short, run_longest, others, step_per_row
         return False, f"a row takes the GPU {plain:.0f} ms and the host about {host:.0f} ms"
     kept, step = _memory(run_longest)
     free, total = torch.cuda.mem_get_info()
-    room = min(FILLED * total - kept, free) - bytes_of_moments(model) - step
-    # The graphs keep the activations and gradients of a step, also the inputs that are in host memory without graphs.
-    needed = step + bytes_on_host(model, unasked=False)
+    room = min(FILLED * total - kept, free) - bytes_of_moments(model)
+    # The graphs keep the activations of a step, also the inputs that are in host memory without graphs. The gradients
+    # of their layers are copied.
+    needed = step + bytes_on_host(model, unasked=False) + (step if longer else bytes_of_gradients(model))
     if needed > room:
         return False, f"graphs may need {gib(needed)} GiB, and {gib(max(room, 0))} GiB are free"
     found = _fastest_graphs(model, max_length, run, _IN_TIME * share_of_attention(model) * host, known)
@@ -103,9 +108,14 @@ def _choose(model, max_length, run, run_short, run_longest, others, step_per_row
         return False, gain
     for record in others:
         record()
-    pool = _memory(run)[0] - kept
-    if pool >= room:
-        return False, f"graphs keep {gib(pool)} GiB, and {gib(room)} GiB are free"
+    pool, beside = _memory(run)
+    pool -= kept
+    beside = step if longer else beside
+    if pool + beside > room:
+        return (
+            False,
+            f"graphs keep {gib(pool)} GiB, and a step needs {gib(beside)} more of {gib(room)} GiB that are free",
+        )
     return True, f"{gain}; the graphs keep {gib(pool)} GiB"
 
 

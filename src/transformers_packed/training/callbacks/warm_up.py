@@ -171,7 +171,8 @@ class GraphsCallback(WarmUpCallback):
             longest = partial(run_new, rows.longest, rows.documents) if rows.longest > rows.tokens else None
             others = [partial(run_new, rows.tokens, number) for number in documents_of_graphs(rows.fewest, rows.most)]
             accumulated = trainer.args.gradient_accumulation_steps
-            return choose_graphs(model, rows.max_length, typical, short, longest, others, accumulated)
+            longer = rows.longest > rows.max_length
+            return choose_graphs(model, rows.max_length, typical, short, longest, others, accumulated, longer)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         self._release(model)
