@@ -63,10 +63,12 @@ def train(name: str, config: dict, args) -> dict:
     def tell(compilation: Compilation) -> None:
         found.append(now | asdict(compilation))
 
-    def record_graph(self, layers, parameters, inputs, max_length, slots, *others):
+    def record_graph(self, layers, parameters, row, *others):
         start = time.perf_counter()
-        init(self, layers, parameters, inputs, max_length, slots, *others)
-        tell(Compilation("cuda graph", f"{slots - 2} documents", "", time.perf_counter() - start, False))
+        init(self, layers, parameters, row, *others)
+        # Its last document is always empty, and padding is one.
+        documents = len(row.cu_seqlens) - 3
+        tell(Compilation("cuda graph", f"{documents} documents", "", time.perf_counter() - start, False))
 
     def loss(model, batch):
         with torch.autocast(args.device, torch.bfloat16, enabled="lora" in name):
