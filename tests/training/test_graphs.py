@@ -373,6 +373,18 @@ class TrainerTest(GivenGpuTest):
                     callback.GraphsCallback(trainer).on_train_begin(trainer.args, TrainerState(max_steps=2), None)
                 self.assertEqual(choose.called, tries)
 
+    def test_deterministic_algorithms(self):
+        """A measurement does not come out the same twice."""
+        torch.use_deterministic_algorithms(True)
+        self.addCleanup(torch.use_deterministic_algorithms, False)
+        with mock.patch.object(callback, "choose_graphs") as choose:
+            _, lines = self.configured()
+        choose.assert_not_called()
+        self.assertRegex(
+            "".join(lines), "^CUDA graphs off, because two runs under deterministic algorithms could choose"
+        )
+        self.assertEqual(RunsAgain.made, 0)
+
     def test_a_row_without_a_graph(self):
         trainer, _ = self.configured(train=False)
         rows = Rows(max_length=128, tokens=100, documents=4, longest=129, fewest=4, most=4)

@@ -52,7 +52,6 @@ class SummaryTest(unittest.TestCase):
         self.assertEqual(found["waits"], {"cudaStreamSynchronize": 1})
         self.assertEqual(found["copies"], {"Memcpy HtoD (Pageable -> Device)": 1})
 
-
     def test_gaps_between_kernels(self):
         spans = [("a", 0, 9), ("b", 1, 2), ("c", 12, 13), ("a", 13, 20), ("c", 24, 30)]
         events = [event(*span) for span in spans]

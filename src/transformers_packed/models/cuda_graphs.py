@@ -355,7 +355,8 @@ def _has_attention(layer: torch.nn.Module) -> bool:
 def _state_of(modules: list[torch.nn.Module], parameters: list[torch.nn.Parameter]) -> list[Any]:
     """Return the modes of modules, and where graphs read their parameters and buffers."""
     buffers = [x for module in modules for x in module._buffers.values() if x is not None]
-    modes: list[Any] = [(module.training, getattr(module, "gradient_checkpointing", False)) for module in modules]
+    # torch looks for a missing attribute of a module in three more places.
+    modes: list[Any] = [(module.training, vars(module).get("gradient_checkpointing")) for module in modules]
     return modes + _places(parameters) + [x.data_ptr() for x in buffers]
 
 
@@ -377,9 +378,10 @@ def _reasons_of_layers(
     yield saved_tensor_hooks() is not None, "a saved-tensor hook is active"
     isolated = all(isolates(layer.mlp.experts) for layer in layers if hasattr(layer.mlp, "experts"))
     yield not isolated, "the kernels of the experts depend on the routing"
-    yield any(host_of(module) is not None for module in modules), "weights are in host memory"
     trained = hidden_states.requires_grad
     for module in modules:
+        if host_of(module) is not None:
+            yield True, "weights are in host memory"
         if _is_hooked(module):
             yield True, f"a {type(module).__name__} is hooked, wrapped or compiled"
         for parameter in module._parameters.values():

@@ -78,7 +78,8 @@ class RecordedLayers:
         self._stand_ins = _stand_ins(layers)
         self._wanted = [x for x in (self._input, *(self._stand_ins[x] for x in self._parameters)) if x.requires_grad]
         self._saved: list[tuple] | None = None
-        with self._as_recorded(), _beside_other_work():
+        # All one-time setup happens before a recording.
+        with self._as_recorded():
             for _ in range(_WARM_UPS):
                 self.output = self._warm_up()
         self._d_output = row.shared("gradient", self.output)
@@ -310,16 +311,6 @@ def same_counts(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
     yield
     for x, earlier in zip(counts, before, strict=True):
         x.copy_(earlier)
-
-
-@contextmanager
-def _beside_other_work() -> Iterator[None]:
-    """Run on a separate stream the warm-up calls, which perform all one-time setup before a recording."""
-    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        yield
-    current.wait_stream(stream)
 
 
 def new_place() -> tuple:

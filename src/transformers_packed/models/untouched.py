@@ -21,8 +21,15 @@ _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 def hooks_of(module: torch.nn.Module) -> list:
     """List the hooks that run with the module's forward: its own, and torch's global hooks."""
-    state = vars(module)
-    return [hook for hooks in [*(state[name] for name in _HOOKS), *_GLOBAL_HOOKS] for hook in hooks.values()]
+    # Graphs look at thousands of modules in each step, and few have any.
+    found, state = [], vars(module)
+    for name in _HOOKS:
+        if state[name]:
+            found += state[name].values()
+    for hooks in _GLOBAL_HOOKS:
+        if hooks:
+            found += hooks.values()
+    return found
 
 
 def is_untouched(module: torch.nn.Module, *classes: type, parameters: tuple[type, ...] = _PLAIN) -> bool:

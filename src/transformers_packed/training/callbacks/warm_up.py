@@ -134,7 +134,9 @@ class GraphsCallback(WarmUpCallback):
         if rows is None:
             return
         device = trainer.args.device
-        reason = next(filter(None, (reason_of_layers(text, device) for text in texts)), "")
+        reason = next(
+            filter(None, (_reason_of_determinism(), *(reason_of_layers(text, device) for text in texts))), ""
+        )
         on, reason = (False, reason) if reason else self._measure(model, rows)
         # Each step waits for the slowest process.
         everywhere = trainer.accelerator.gather(torch.tensor([int(on)], device=device)).all()
@@ -182,6 +184,13 @@ class GraphsCallback(WarmUpCallback):
         if self.chose:
             self.chose = False
             remove_graphs(model)
+
+
+def _reason_of_determinism() -> str:
+    """Return why two runs may not choose by time, or an empty string. Attention of graphs adds up in another order."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return ""
+    return "two runs under deterministic algorithms could choose differently. cuda_graphs=True turns them on"
 
 
 def needs_of_trainer(trainer: Trainer) -> Needs:
