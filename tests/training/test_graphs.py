@@ -33,8 +33,9 @@ from transformers_packed import (
 )
 from transformers_packed.models import cuda_graphs, recordings
 from transformers_packed.models.cuda_graphs import records_graphs
-from transformers_packed.training import graphs
+from transformers_packed.training import graphs, state
 from transformers_packed.training import warm_up as warm_up_module
+from transformers_packed.training.callbacks import verify
 from transformers_packed.training.callbacks import warm_up as callback
 from transformers_packed.training.graphs import choose_graphs
 
@@ -322,6 +323,17 @@ class TrainerTest(GivenGpuTest):
     def test_no_choice(self, _, options, records):
         model, lines = self.train(max_steps=1, **options)
         self.assertEqual((lines, records_graphs(model.model)), ([], records))
+
+    def test_recordings_are_no_trace_of_the_check(self):
+        """They have tensors with the memory of weights, which the check changes and puts back."""
+        said = io.StringIO()
+        with (
+            mock.patch.object(state, "_COPIED_IN_ALL", 0),
+            mock.patch.object(verify, "say", lambda _, x: print(x, file=said)),
+        ):
+            model, _ = self.train(times=2, max_steps=1, cuda_graphs=True)
+        self.assertTrue(records_graphs(model.model))
+        self.assertEqual((said.getvalue().count("Verified packing"), said.getvalue().count("not put back")), (2, 0))
 
     def test_processes_agree(self):
         (first, lines), (second, others) = run_once(choose_in_processes, 2, (50, 81))

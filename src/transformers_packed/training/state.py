@@ -9,7 +9,8 @@ else refers to one of them sees the old value too. It notes
 * the variables that functions refer to: closures, and globals of the user's modules; and attributes of the user's classes.
 
 Objects of other libraries remain as they are, since they may belong to threads, processes or devices. Tokenizers,
-processors, optimizers and the weights of models are not noted either. `left` names what was found and cannot be put back.
+processors, optimizers, the weights of models and the caches of this package that rows fill are not noted either. `left`
+names what was found and cannot be put back.
 """
 
 import io
@@ -31,10 +32,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..errors import described
+from ..models.cuda_graphs import LayerGraphs
 from ..ops.host_weights import HostTensors
 from ..ops.offload import HostCheckpoints
 
 
+# What rows fill: buffers for copies, pinned pages, and recordings. A copy of such an object is empty (`__reduce__`). They may
+# be large, and have tensors with the memory of weights.
+_CACHES = HostCheckpoints, HostTensors, LayerGraphs
 # Values without parts that can change.
 _ATOMS = frozenset((int, float, complex, str, bytes, bool, type(None), range, slice, torch.dtype, torch.device))
 # Values that are not followed.
@@ -47,9 +52,7 @@ _SKIPPED = (
     torch.optim.Optimizer,
     logging.Logger,
     Path,
-    # Buffers for copies, and pinned pages.
-    HostCheckpoints,
-    HostTensors,
+    *_CACHES,
 )
 # Copies of containers that are no lists.
 _COPIES: dict[type, type] = {dict: dict, set: set, bytearray: bytes}
