@@ -12,6 +12,7 @@ from common.processes import run_once
 from common.recordings import MODELS, ROW_LENGTH, RunsAgain, models_of, recordings_on_a_cpu, row_of
 from common.records import make_tokenizer
 from datasets import Dataset
+from mixins.configure import callbacks_of
 from parameterized import parameterized
 from transformers import (
     LlamaConfig,
@@ -345,9 +346,8 @@ class TrainerTest(GivenGpuTest):
         trainer.callback_handler.callbacks.insert(0, callback.WarmUpCallback(trainer))
         for _ in range(2):
             configure_packing(trainer, "padding_free")
-            kinds = [type(x).__name__ for x in trainer.callback_handler.callbacks[:4]]
-            expected = ["WarmUpCallback", "VerifyCallback", "GraphsCallback", "PackingMetricsCallback"]
-            self.assertEqual(kinds, expected)
+            kinds = [type(x).__name__.removesuffix("Callback") for x in trainer.callback_handler.callbacks[:5]]
+            self.assertEqual(kinds, ["PackingPlan", "WarmUp", "Verify", "Graphs", "PackingMetrics"])
 
     def test_configured_again(self):
         trainer, lines = self.configured(train=False, cuda_graphs=True)
@@ -450,10 +450,10 @@ class TrainerTest(GivenGpuTest):
             trainer.args.remove_unused_columns = False
         if "empty" in options:
             trainer.train_dataset = None
-        before = list(trainer.callback_handler.callbacks), trainer.data_collator, type(trainer.model)
+        before = callbacks_of(trainer), trainer.data_collator, type(trainer.model)
         with self.assertRaisesRegex(ValueError, expected):
             configure_packing(trainer, packing, cuda_graphs=True)
-        self.assertEqual(before, (trainer.callback_handler.callbacks, trainer.data_collator, type(trainer.model)))
+        self.assertEqual(before, (callbacks_of(trainer), trainer.data_collator, type(trainer.model)))
 
     def test_usual_rows(self):
         def rows(dataset, packed, batch=2, max_length=None, sampling="random"):

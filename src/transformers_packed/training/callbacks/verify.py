@@ -75,6 +75,7 @@ from ..state import DATA, State
 from ..steps import Row, step_of_parts, whole_rows
 from ..typed import Trainer
 from .first_batch import FirstBatch
+from .resume import PackingPlanCallback
 from .warm_up import WarmUpCallback, evaluates, start_threads
 
 
@@ -101,9 +102,9 @@ class VerifyCallback(TrainerCallback):
 
     @classmethod
     def add(cls, trainer: Trainer, setup: Setup) -> None:
-        """Add this callback after the one that compiles kernels, and before those that watch training."""
+        """Add this callback after those that refuse other rows and compile kernels, and before those that watch training."""
         callbacks = [x for x in trainer.callback_handler.callbacks if type(x) is not cls]
-        at = sum(type(x) is WarmUpCallback for x in callbacks)
+        at = sum(type(x) in (PackingPlanCallback, WarmUpCallback) for x in callbacks)
         trainer.callback_handler.callbacks[:] = [*callbacks[:at], cls(trainer, setup), *callbacks[at:]]
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
