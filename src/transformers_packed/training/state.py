@@ -273,15 +273,15 @@ class State:
         yield from self._attributes(vars(value), path)
         yield from ((cell, path) for cell in value.__closure__ or ())
         yield from ((x, path) for x in (value.__defaults__, value.__kwdefaults__))
-        if not _is_of_user(value.__module__):
+        if not is_of_user(value.__module__):
             return
         names = _names_in(value.__code__)
         modules = [x for name in names if isinstance(x := value.__globals__.get(name), ModuleType)]
-        for variables in (value.__globals__, *(vars(x) for x in modules if _is_of_user(x.__name__))):
+        for variables in (value.__globals__, *(vars(x) for x in modules if is_of_user(x.__name__))):
             yield from self._attributes(variables, path, names.__contains__)
 
     def _class(self, value: type, path: str) -> Iterable[Found]:
-        if not _is_of_user(value.__module__):
+        if not is_of_user(value.__module__):
             return
         change = partial(setattr, value), partial(delattr, value)
         self._note_names(
@@ -371,11 +371,11 @@ def _names_in(code: CodeType) -> set[str]:
 @cache
 def _is_followed(module: str) -> bool:
     """Whether the attributes of objects are noted whose class is of this module."""
-    return module.partition(".")[0] in _FOLLOWED or module.startswith("torch.utils.data.") or _is_of_user(module)
+    return module.partition(".")[0] in _FOLLOWED or module.startswith("torch.utils.data.") or is_of_user(module)
 
 
 @cache
-def _is_of_user(module: str) -> bool:
+def is_of_user(module: str) -> bool:
     """Whether a module belongs to no library: it is a program, or its file is where nothing is installed."""
     name = module.partition(".")[0]
     if name == "__main__":
