@@ -364,6 +364,18 @@ class RoundingTest(FooledTestCase):
             self.assertTrue(a.requires_grad and a.dtype == dtype)
             self.assertTrue(torch.equal(a, b))
 
+    @parameterized.expand([False, True])
+    def test_the_autocast_around_a_model(self, compiled):
+        """It is not there in float32, where a compiler is around it, too."""
+        options = {"bf16": True, "torch_compile": compiled, "torch_compile_backend": "eager" if compiled else None}
+        trainer = self.trainer(args=options)
+        model, wrapped = trainer.model, trainer.accelerator.prepare(trainer.model)
+        self.assertEqual(isinstance(wrapped, torch._dynamo.OptimizedModule), compiled)
+        forward = vars(model)["forward"]
+        with restore.in_dtype(wrapped, torch.float32):
+            self.assertNotIn("forward", vars(model))
+        self.assertIs(vars(model)["forward"], forward)
+
     def test_a_fault(self):
         """Only the second half of a row counts in its loss."""
         trainer = self.trainer(sensitive(), SHORT, args={"bf16": True})
