@@ -11,6 +11,8 @@ from scripts.trainer_arms import CONFIGS, Samples
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from transformers_packed import configure_packing
+from transformers_packed.training.apply import Applied
+from transformers_packed.training.callbacks.resume import PackingPlanCallback
 
 
 UPDATE_BAR = 3e-6
@@ -27,6 +29,11 @@ def train_configured(trainer: Trainer, *args, **options) -> str:
     """Configure packing and train. Return what the training prints."""
     said(configure_packing, trainer, *args, **options)
     return said(trainer.train)[0]
+
+
+def callbacks_of(trainer: Trainer) -> list:
+    """The callbacks, without those of every set-up: what was applied, and who refuses to resume with other rows."""
+    return [x for x in trainer.callback_handler.callbacks if type(x) not in (Applied, PackingPlanCallback)]
 
 
 def llama() -> LlamaForCausalLM:

@@ -3,7 +3,7 @@
 from unittest import mock
 
 import torch
-from mixins.configure import ConfigureTestCase, said, train_configured
+from mixins.configure import ConfigureTestCase, callbacks_of, said, train_configured
 from parameterized import parameterized
 from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import TINY, Samples
@@ -54,7 +54,7 @@ def state(trainer):
     return {
         "batches": [text(dict(batch)) for batch in trainer.get_train_dataloader()],
         "evaluated": [text(dict(batch)) for batch in trainer.get_eval_dataloader(trainer.eval_dataset)],
-        "callbacks": [type(x).__name__ for x in trainer.callback_handler.callbacks if type(x) is not Applied],
+        "callbacks": [type(x).__name__ for x in callbacks_of(trainer)],
         "trainer": {name: type(x).__name__ for name, x in vars(trainer).items()},
         "step": type(getattr(trainer.training_step, "step", None)).__name__,
         "args": {name: text(x) for name, x in vars(args).items()},

@@ -14,7 +14,7 @@ from common.checkpoints import FORMATS
 from common.families import tiny_model
 from common.shown import shows_for_each
 from datasets import Dataset
-from mixins.configure import ConfigureTestCase, llama, said
+from mixins.configure import ConfigureTestCase, callbacks_of, llama, said
 from mixins.patch import snapshot
 from parameterized import parameterized
 from scripts.configured_arms import tokenizer
@@ -67,7 +67,7 @@ class ReasonsTest(ConfigureTestCase):
             "trainer": {k: id(v) for k, v in vars(trainer).items()},
             "args": {k: repr(v) for k, v in args.items()},
             "accelerator": {k: repr(v) for k, v in vars(trainer.accelerator.dataloader_config).items()},
-            "callbacks": [id(c) for c in trainer.callback_handler.callbacks],
+            "callbacks": [id(c) for c in callbacks_of(trainer)],
             "defaults": list(transformers.trainer.DEFAULT_CALLBACKS),
             "collator": repr(getattr(trainer.data_collator, "__dict__", None)),
             "model": snapshot(trainer.model),

@@ -105,12 +105,14 @@ class NotFiniteTest(unittest.TestCase):
 
 
 class RoundingTest(unittest.TestCase):
-    def check(self, exact_difference, rounding, refused=None):
+    def check(self, exact_difference, rounding, refused=None, error=None):
         """The reason against a difference of 10 %, where the next precision and other rounding change the row so much."""
         self.row, self.generator = 1.1, torch.Generator().manual_seed(0)
 
         class Use(nullcontext):
             def __enter__(context):
+                if error is not None:
+                    raise error
                 self.row = 1.0 + exact_difference
 
             def __exit__(context, *_):
@@ -136,11 +138,45 @@ class RoundingTest(unittest.TestCase):
         [
             (0.1, 0.1, None, "more than rounding: float64 differs too"),
             (0.0, 1e-3, None, "more than rounding: float64 shows no difference, and other rounding changes less"),
-            (0.0, 0.1, "weights are sharded", "float64 would show whether this is rounding, but weights are sharded"),
+            (
+                0.0,
+                1e-3,
+                "weights are sharded",
+                "e-01. This is more than rounding: other rounding changes less. Use padded",
+            ),
         ]
     )
     def test_what_is_not(self, exact_difference, rounding, refused, message):
         self.assertIn(message, self.check(exact_difference, rounding, refused))
+
+    @parameterized.expand(
+        [
+            ("weights are sharded", None, "weights are sharded"),
+            (None, torch.OutOfMemoryError("CUDA out of memory. Tried"), "it does not fit the memory"),
+            (None, KeyError("weight"), "it stopped: KeyError: 'weight'"),
+        ]
+    )
+    def test_what_is_unknown(self, refused, error, message):
+        """The error says what differs, and what nobody knows."""
+        found = self.check(0.0, 0.1, refused, error)
+        self.assertIn("got a relative difference of 1.0e-01", found)
+        unknown = "Other rounding changes as much. float64 would show whether there is a fault too, but"
+        self.assertIn(f"{unknown} {message}. Use padded batches", found)
+
+    def test_another_process_has_no_memory(self):
+        """All of them go on in the same way, and none runs a step in the next precision."""
+        steps, exact = [], Exact("float64", nullcontext, lambda: ("float32", None), nullcontext)
+
+        def step(value):
+            steps.append(value)
+            return {LOSS: torch.tensor(4.0), GRADIENT: torch.tensor([value])}
+
+        # Differences are there, the memory is not.
+        answers = [False, False, True, True, True]
+        with self.assertRaisesRegex(DifferenceError, "other rounding changes less"):
+            row, other = Side(lambda: step(1.1)), Side(lambda: step(1.0))
+            find_difference(row, other, "float32", exact, anywhere=lambda found: answers.pop(0) if answers else found)
+        self.assertEqual(len(steps), 4 * RUNS)
 
 
 class WeightsTest(unittest.TestCase):

@@ -12,6 +12,7 @@ from common.processes import run_once
 from common.recordings import MODELS, ROW_LENGTH, RunsAgain, models_of, recordings_on_a_cpu, row_of
 from common.records import make_tokenizer
 from datasets import Dataset
+from mixins.configure import callbacks_of
 from parameterized import parameterized
 from transformers import (
     LlamaConfig,
@@ -34,8 +35,9 @@ from transformers_packed import (
 from transformers_packed.data.usual_rows import Rows
 from transformers_packed.models import cuda_graphs, recordings
 from transformers_packed.models.cuda_graphs import records_graphs
-from transformers_packed.training import graphs
+from transformers_packed.training import graphs, state
 from transformers_packed.training import warm_up as warm_up_module
+from transformers_packed.training.callbacks import verify
 from transformers_packed.training.callbacks import warm_up as callback
 from transformers_packed.training.graphs import choose_graphs
 
@@ -341,6 +343,17 @@ class TrainerTest(GivenGpuTest):
         model, lines = self.train(max_steps=1, **options)
         self.assertEqual((lines, records_graphs(model.model)), ([], records))
 
+    def test_recordings_are_no_trace_of_the_check(self):
+        """They have tensors with the memory of weights, which the check changes and puts back."""
+        said = io.StringIO()
+        with (
+            mock.patch.object(state, "_COPIED_IN_ALL", 0),
+            mock.patch.object(verify, "say", lambda _, x: print(x, file=said)),
+        ):
+            model, _ = self.train(times=2, max_steps=1, cuda_graphs=True)
+        self.assertTrue(records_graphs(model.model))
+        self.assertEqual((said.getvalue().count("Verified packing"), said.getvalue().count("not put back")), (2, 0))
+
     def test_processes_agree(self):
         (first, lines), (second, others) = run_once(choose_in_processes, 2, (50, 81))
         self.assertEqual((first, second, others), (False, False, []))
@@ -351,9 +364,8 @@ class TrainerTest(GivenGpuTest):
         trainer.callback_handler.callbacks.insert(0, callback.WarmUpCallback(trainer))
         for _ in range(2):
             configure_packing(trainer, "padding_free")
-            kinds = [type(x).__name__ for x in trainer.callback_handler.callbacks[:4]]
-            expected = ["WarmUpCallback", "VerifyCallback", "GraphsCallback", "PackingMetricsCallback"]
-            self.assertEqual(kinds, expected)
+            kinds = [type(x).__name__.removesuffix("Callback") for x in trainer.callback_handler.callbacks[:5]]
+            self.assertEqual(kinds, ["PackingPlan", "WarmUp", "Verify", "Graphs", "PackingMetrics"])
 
     def test_configured_again(self):
         trainer, lines = self.configured(train=False, cuda_graphs=True)
@@ -479,10 +491,10 @@ class TrainerTest(GivenGpuTest):
             trainer.args.remove_unused_columns = False
         if "empty" in options:
             trainer.train_dataset = None
-        before = list(trainer.callback_handler.callbacks), trainer.data_collator, type(trainer.model)
+        before = callbacks_of(trainer), trainer.data_collator, type(trainer.model)
         with self.assertRaisesRegex(ValueError, expected):
             configure_packing(trainer, packing, cuda_graphs=True)
-        self.assertEqual(before, (trainer.callback_handler.callbacks, trainer.data_collator, type(trainer.model)))
+        self.assertEqual(before, (callbacks_of(trainer), trainer.data_collator, type(trainer.model)))
 
     def test_usual_rows(self):
         def rows(dataset, packed, batch=2, max_length=None, sampling="random"):

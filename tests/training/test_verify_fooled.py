@@ -24,6 +24,7 @@ from transformers_packed import audit_model, configure_packing, patch_model, unp
 from transformers_packed.data.collator import DataCollatorWithFlattening
 from transformers_packed.models import segments
 from transformers_packed.models.versions import can_cut_rows
+from transformers_packed.training import restore
 from transformers_packed.training.callbacks import verify
 
 
@@ -363,6 +364,18 @@ class RoundingTest(FooledTestCase):
             self.assertTrue(a.requires_grad and a.dtype == dtype)
             self.assertTrue(torch.equal(a, b))
 
+    @parameterized.expand([False, True])
+    def test_the_autocast_around_a_model(self, compiled):
+        """It is not there in float32, where a compiler is around it, too."""
+        options = {"bf16": True, "torch_compile": compiled, "torch_compile_backend": "eager" if compiled else None}
+        trainer = self.trainer(args=options)
+        model, wrapped = trainer.model, trainer.accelerator.prepare(trainer.model)
+        self.assertEqual(isinstance(wrapped, torch._dynamo.OptimizedModule), compiled)
+        forward = vars(model)["forward"]
+        with restore.in_dtype(wrapped, torch.float32):
+            self.assertNotIn("forward", vars(model))
+        self.assertIs(vars(model)["forward"], forward)
+
     def test_a_fault(self):
         """Only the second half of a row counts in its loss."""
         trainer = self.trainer(sensitive(), SHORT, args={"bf16": True})
@@ -409,6 +422,22 @@ class RoundingTest(FooledTestCase):
 
         trainer.model.backbone.embeddings.register_forward_hook(stop)
         self.refuses(trainer, "relative difference.*float32 would show .*, but it stopped: RuntimeError: only 16 bits")
+
+    @parameterized.expand(["padding_free", "auto"])
+    def test_a_model_that_does_not_fit_in_float32(self, packing):
+        trainer = self.trainer(sensitive(torch.bfloat16), SHORT, DataCollatorForSeq2Seq(tokenizer()))
+        places = [x.data_ptr() for x in trainer.model.parameters()]
+        said(configure_packing, trainer, packing)
+        message = (
+            "relative difference of [0-9.e-]+. Other rounding changes as much. float32 would show .* fit the memory"
+        )
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 130 GiB.")
+        with mock.patch.object(restore, "in_dtype", side_effect=error):
+            if packing == "auto":
+                self.assertRegex(said(trainer.train)[0], f"Packing off, training is unchanged: .*{message}")
+            else:
+                self.refuses(trainer, message)
+        self.assertEqual([x.data_ptr() for x in trainer.model.parameters()], places)
 
     @pytest.mark.slow
     def test_a_router_in_float32(self):

@@ -10,7 +10,7 @@ no faults:
   first test about once in 3,000 times, and the second one about once in 1,700.
 * Of rounding, where a model amplifies it: both sides have to be equal in the next precision. In the precision of the
   training, they run `RUNS` times with embeddings that are rounded another way, and what is then allowed for noise of the
-  row holds.
+  row holds. Where the next precision is not available, the difference remains one, and its error says what is unknown.
 
 A value that is finite on one side alone is a difference, whatever the noise. If a value is finite on neither side,
 nothing was compared, and the result says so.
@@ -18,14 +18,14 @@ nothing was compared, and the result says so.
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..audit.isolation import UnseenError
-from ..errors import described, input_error
+from ..errors import described, input_error, is_out_of_memory
 from ..models.float8_marks import has_float8
 
 
@@ -239,34 +239,56 @@ def _spread(runs: torch.Tensor) -> float:
 def _beyond_rounding(
     row: Side, other: Side, precision: str, exact: Exact, what: str, anywhere: Callable[[bool], bool]
 ) -> str | None:
-    """Why rounding does not explain a difference, or `None` if it does.
+    """Why rounding does not explain a difference, or may not, or `None` if it does.
 
     Gradients of some models change by half with the order of sums in bfloat16, and those of a router by the expert that it
     chooses, so no bar alone tells.
     """
-    if exact.refused is not None:
-        return f"{exact.name} would show whether this is rounding, but {exact.refused}."
-    try:
-        with exact.use():
-            sides = Side(row.step), Side(other.step)
-            find_difference(*sides, *exact.there(), what=what, anywhere=anywhere)
-            differs = len(_bars(*sides, precision)) < len(_bars(row, other, precision))
-    except (DifferenceError, UnseenError):
-        differs = True
-    except Exception as error:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            # Other processes wait for the next result of this one.
-            raise
-        return f"{exact.name} would show whether this is rounding, but it stopped: {described(error)}."
+    differs, unknown = _differs_in(exact, row, other, precision, what, anywhere)
     if differs:
         return f"This is more than rounding: {exact.name} differs too."
     with exact.round():
         rounded = Side(row.step), Side(other.step)
         for side in rounded:
             side.repeat()
-    if _difference(*rounded, precision, what, rounded=True) is None:
-        return None
-    return f"This is more than rounding: {exact.name} shows no difference, and other rounding changes less."
+    changes_less = _difference(*rounded, precision, what, rounded=True) is not None
+    if changes_less:
+        shown = "" if unknown else f"{exact.name} shows no difference, and "
+        return f"This is more than rounding: {shown}other rounding changes less."
+    if unknown:
+        return f"Other rounding changes as much. {exact.name} would show whether there is a fault too, but {unknown}."
+    return None
+
+
+def _differs_in(
+    exact: Exact, row: Side, other: Side, precision: str, what: str, anywhere: Callable[[bool], bool]
+) -> tuple[bool, str]:
+    """Whether both sides differ in the next precision, and why this is unknown, if so."""
+    with ExitStack() as stack:
+        unknown = exact.refused or ""
+        if not unknown:
+            try:
+                # Wider weights may not fit. No process waits for another one here.
+                stack.enter_context(exact.use())
+            except Exception as error:
+                unknown = _stopped(error)
+        if anywhere(bool(unknown)):
+            return False, unknown or "it stopped on another process"
+        try:
+            sides = Side(row.step), Side(other.step)
+            find_difference(*sides, *exact.there(), what=what, anywhere=anywhere)
+            return len(_bars(*sides, precision)) < len(_bars(row, other, precision)), ""
+        except (DifferenceError, UnseenError):
+            return True, ""
+        except Exception as error:
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                # Other processes wait for the next result of this one.
+                raise
+            return False, _stopped(error)
+
+
+def _stopped(error: Exception) -> str:
+    return "it does not fit the memory" if is_out_of_memory(error) else f"it stopped: {described(error)}"
 
 
 def check_leak(leak: float, documents: int) -> None:

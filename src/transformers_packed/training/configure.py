@@ -62,7 +62,8 @@ def configure_packing(
       [`PackingDataset`]) stay packed.
     * `"batches"`: the model packs the padded batches of any Trainer, whose collator, loss and metrics stay. The check before
       the first step runs the Trainer's own step with packing and without.
-    * `False` or `"off"`: leaves the Trainer as it was built. If its own dataset or collator packs rows, the line says so.
+    * `False` or `"off"`: leaves the Trainer as it was built, but refuses to resume packed rows. If its own dataset
+      or collator packs rows, the line says so.
 
     A second call first undoes the one before, so that only its arguments count. What you have changed in between stays.
     After training, so do a head of multi-token prediction and the classes of a model that is wrapped for training.

@@ -125,9 +125,11 @@ def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     tensors: list[torch.Tensor] = [x for one in _with_others(model) for x in (*one.parameters(), *one.buffers())]
     narrow = [x for x in tensors if x.dtype in _FLOATS and x.dtype.itemsize < dtype.itemsize]
     before = [(tensor, tensor.data) for tensor in narrow]
-    attributes = dict(vars(model))
-    undo_prepare(model)
-    prepared = {name: value for name, value in attributes.items() if vars(model).get(name) is not value}
+    # A compiler is around what accelerate has prepared.
+    (prepared,) = model.children() if is_compiled_module(model) else (model,)
+    attributes = dict(vars(prepared))
+    undo_prepare(prepared)
+    undone = {name: value for name, value in attributes.items() if vars(prepared).get(name) is not value}
     try:
         for tensor, data in before:
             tensor.data = data.to(dtype)
@@ -136,7 +138,7 @@ def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for tensor, data in before:
             tensor.data = data
-        vars(model).update(prepared)
+        vars(prepared).update(undone)
 
 
 def trunk_too(model: torch.nn.Module) -> AbstractContextManager:

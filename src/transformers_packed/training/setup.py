@@ -100,7 +100,7 @@ def _against_options(facts: Facts) -> Iterator[Rule]:
 def _setup(
     facts: Facts, mode: str, line: str, prepare: list, changes: list, callbacks: list, *, end: str = "", **more: Any
 ) -> Setup:
-    """A set-up with what no mode decides: float8, losses beside those of the stock model, Liger, and `model_init`.
+    """A set-up with what no mode decides: float8, losses beside those of the stock model, Liger, `model_init` and resuming.
 
     `line` and `end` are what the user reads before and after these, and `more` are other arguments of [`Setup`].
     """
@@ -125,8 +125,8 @@ def _setup(
         changes, line = [*changes, *of_arguments], line + words
     if prepare and trainer.model_init is not None:
         changes += Change.of(trainer, model_init=_prepared(trainer.model_init, prepare))
-    if callbacks != handler.callbacks:
-        changes += Change.of(handler, callbacks=callbacks)
+    # Batches of samples must not follow planned rows either. What refuses to train comes first.
+    changes += Change.of(handler, callbacks=[PackingPlanCallback(mode == "pack" and facts.plans_rows), *callbacks])
     line += end
     if ours:
         line += f"; trains {trained_by(facts.losses)}"
@@ -339,8 +339,6 @@ def _callbacks(facts: Facts, dataset: Any, packed: bool) -> list[TrainerCallback
     # A trunk without gradients has no graphs.
     if facts.options.cuda_graphs is None and trains_trunk(facts.losses):
         first.append(GraphsCallback(trainer))
-    # Batches of samples must not follow planned rows either.
-    others.append(PackingPlanCallback(isinstance(dataset, PackingDataset) and dataset is not trainer.train_dataset))
     # Metrics come before others, so that reporting callbacks find them in the log.
     return [*first, PackingMetricsCallback(trainer, row_tokens=row_tokens), *others]
 

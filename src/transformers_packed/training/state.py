@@ -9,7 +9,8 @@ else refers to one of them sees the old value too. It notes
 * the variables that functions refer to: closures, and globals of the user's modules; and attributes of the user's classes.
 
 Objects of other libraries remain as they are, since they may belong to threads, processes or devices. Tokenizers,
-processors, optimizers and the weights of models are not noted either. `left` names what was found and cannot be put back.
+processors, optimizers, the weights of models and the caches of this package that rows fill are not noted either. `left`
+names what was found and cannot be put back.
 """
 
 import io
@@ -31,10 +32,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..errors import described
+from ..models.cuda_graphs import LayerGraphs
 from ..ops.host_weights import HostTensors
 from ..ops.offload import HostCheckpoints
 
 
+# What rows fill: buffers for copies, pinned pages, and recordings. A copy of such an object is empty (`__reduce__`). They may
+# be large, and have tensors with the memory of weights.
+_CACHES = HostCheckpoints, HostTensors, LayerGraphs
 # Values without parts that can change.
 _ATOMS = frozenset((int, float, complex, str, bytes, bool, type(None), range, slice, torch.dtype, torch.device))
 # Values that are not followed.
@@ -47,9 +52,7 @@ _SKIPPED = (
     torch.optim.Optimizer,
     logging.Logger,
     Path,
-    # Buffers for copies, and pinned pages.
-    HostCheckpoints,
-    HostTensors,
+    *_CACHES,
 )
 # Copies of containers that are no lists.
 _COPIES: dict[type, type] = {dict: dict, set: set, bytearray: bytes}
@@ -270,15 +273,15 @@ class State:
         yield from self._attributes(vars(value), path)
         yield from ((cell, path) for cell in value.__closure__ or ())
         yield from ((x, path) for x in (value.__defaults__, value.__kwdefaults__))
-        if not _is_of_user(value.__module__):
+        if not is_of_user(value.__module__):
             return
         names = _names_in(value.__code__)
         modules = [x for name in names if isinstance(x := value.__globals__.get(name), ModuleType)]
-        for variables in (value.__globals__, *(vars(x) for x in modules if _is_of_user(x.__name__))):
+        for variables in (value.__globals__, *(vars(x) for x in modules if is_of_user(x.__name__))):
             yield from self._attributes(variables, path, names.__contains__)
 
     def _class(self, value: type, path: str) -> Iterable[Found]:
-        if not _is_of_user(value.__module__):
+        if not is_of_user(value.__module__):
             return
         change = partial(setattr, value), partial(delattr, value)
         self._note_names(
@@ -368,11 +371,11 @@ def _names_in(code: CodeType) -> set[str]:
 @cache
 def _is_followed(module: str) -> bool:
     """Whether the attributes of objects are noted whose class is of this module."""
-    return module.partition(".")[0] in _FOLLOWED or module.startswith("torch.utils.data.") or _is_of_user(module)
+    return module.partition(".")[0] in _FOLLOWED or module.startswith("torch.utils.data.") or is_of_user(module)
 
 
 @cache
-def _is_of_user(module: str) -> bool:
+def is_of_user(module: str) -> bool:
     """Whether a module belongs to no library: it is a program, or its file is where nothing is installed."""
     name = module.partition(".")[0]
     if name == "__main__":

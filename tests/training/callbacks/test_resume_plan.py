@@ -8,13 +8,16 @@ from unittest import mock
 
 import numpy as np
 import torch
-from mixins.configure import ConfigureTestCase
+from datasets import Dataset
+from mixins.configure import ConfigureTestCase, said
+from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import CONFIGS, OPTIONS
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from transformers_packed import PackingDataset, configure_packing
+from transformers_packed.training.callbacks import verify
 
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 60).tolist()
@@ -81,8 +84,41 @@ class ResumedPlanTest(ConfigureTestCase):
 
     def test_batches_of_samples_after_planned_rows(self):
         self.start(2)
-        self.refused("expected the packed rows of the checkpoint, got no planned rows", packing="padding_free")
+        for packing in ("padding_free", "batches", "off"):
+            self.refused("expected the packed rows of the checkpoint, got batches of samples", packing=packing)
         self.resume(ignore_data_skip=True, packing="padding_free")
+
+    def test_batches_of_samples_after_a_stream_of_rows(self):
+        def stream():
+            return Dataset.from_list(SAMPLES).to_iterable_dataset()
+
+        self.start(2, samples=stream())
+        for packing in ("padding_free", "off"):
+            self.refused("expected the packed rows of the checkpoint, got batches", packing=packing, samples=stream())
+        self.refused("expected the packed rows of the checkpoint, got other rows", samples=stream(), max_length=96)
+        self.refused("expected 2 rows per step, as in the checkpoint, got 3", samples=stream(), accumulation=3)
+        self.assertEqual(self.resume(samples=stream()).state.global_step, 9)
+
+    def resume_stock(self, **arguments):
+        """Resume a Trainer of Transformers, on padded batches."""
+        settings = OPTIONS | {"max_steps": 9, "save_steps": 3, "save_strategy": "steps", **arguments}
+        collator = DataCollatorForSeq2Seq(tokenizer())
+        trainer = super().trainer(dataset=SAMPLES, collator=collator, args=settings)
+        said(configure_packing, trainer)
+        difference = verify.DifferenceError("a test")
+        with mock.patch.object(verify.VerifyCallback, "_verify", side_effect=difference):
+            printed, _ = said(trainer.train, resume_from_checkpoint=get_last_checkpoint(self.directory))
+        return trainer, printed
+
+    def test_padded_batches_after_a_difference(self):
+        self.start(2)
+        with self.assertRaisesRegex(ValueError, "got batches of samples"):
+            self.resume_stock()
+        trainer, printed = self.resume_stock(ignore_data_skip=True)
+        self.assertIn("Packing off, training is unchanged: a test", printed)
+        # Its checkpoints are of padded batches.
+        self.assertEqual(trainer.state.global_step, 9)
+        self.assertEqual(self.resume_stock(max_steps=10)[0].state.global_step, 10)
 
     def test_batches_of_samples(self):
         self.start(2, packing="padding_free")

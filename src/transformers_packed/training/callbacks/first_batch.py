@@ -1,16 +1,14 @@
 """The first batch of a stream. Only training reads a stream, so its samples are known when the first batch is made."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from copy import copy
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
 from ...data.excerpts import source_of
 from ...data.samples import has_items
-from ...foreign import swapped
 from ..typed import Trainer
+from .later_hooks import LaterHooks
 
 
 class FirstBatch:
@@ -25,16 +23,14 @@ class FirstBatch:
         collate_fn (`Callable`):
             The collator.
         show (`Callable`):
-            Gets this object. Meanwhile, modules have the hooks that they have now.
+            Gets this object. Meanwhile, modules have the hooks that they have now, and those that the user's code adds.
     """
 
     def __init__(self, trainer: Trainer, collate_fn: Callable, show: Callable[["FirstBatch"], None]):
         self.trainer, self.collate_fn = trainer, collate_fn
         self.dataset: list = []
         self._show: Callable | None = show
-        # Those of callbacks, such as for metrics, come later.
-        kinds = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-        self._hooks = [(x, {kind: copy(vars(x)[kind]) for kind in kinds}) for x in trainer.model_wrapped.modules()]
+        self._hooks = LaterHooks(trainer.model_wrapped)
 
     @classmethod
     def put_in(cls, trainer: Trainer, loader: Any, show: Callable[["FirstBatch"], None]) -> bool:
@@ -53,9 +49,7 @@ class FirstBatch:
             if self.trainer.args.world_size > 1:
                 broadcast_object_list(everywhere)
             self.dataset = everywhere[0]
-            with ExitStack() as stack:
-                for module, hooks in self._hooks:
-                    stack.enter_context(swapped(vars(module), **hooks))
+            with self._hooks.without_those_of_libraries():
                 show(self)
             self.dataset = []
         return self.collate_fn(samples)

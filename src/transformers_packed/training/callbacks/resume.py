@@ -8,8 +8,8 @@ batch's last row. The main process removes it and saves it after training on the
 Workers take turns, and a data loader always starts with the first worker. A resumed run restores the order of the
 interrupted run: batches of the workers whose turn it was come before those of the other workers.
 
-For planned rows, Trainer skips as many batches as the checkpoint has steps. These are the batches that the run has
-trained on only if it had the same plan and as many rows per step.
+For packed rows, Trainer skips as many batches as the checkpoint has steps. These are the batches that the run has
+trained on only if it had the same rows, and as many per step.
 """
 
 import json
@@ -47,8 +47,8 @@ class PackingPlanCallback(_Saved):
     """Refuses other rows than those of the plan, or of the checkpoint to resume. [`configure_packing`] adds it.
 
     Rows are the same for another number of processes if a step has as many rows as before. The fingerprint of the
-    [`PackingDataset`]'s plan is part of `trainer_state.json`. With `ignore_data_skip=True`, which reads the data from
-    the beginning, nothing is compared.
+    [`PackingDataset`]'s plan is part of `trainer_state.json`. Of an [`IterablePackingDataset`], only the length of its
+    rows is. With `ignore_data_skip=True`, which reads the data from the beginning, nothing is compared.
 
     Args:
         planned (`bool`, *optional*, defaults to `False`):
@@ -69,19 +69,24 @@ class PackingPlanCallback(_Saved):
         self.saved = self._rows(args, train_dataloader)
         # Trainer fails to save a state that the checkpoint lacks.
         found = state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {"saved": None}})
-        saved, has_plan = found["attributes"]["saved"], _plan_of(train_dataloader) is not None
-        # A data loader of the user's own does not tell which rows of the plan it reads.
-        same = saved == self.saved or (has_plan and self.saved is None)
-        if not state.global_step or args.ignore_data_skip or same:
+        if state.global_step and not args.ignore_data_skip:
+            self._compare(found["attributes"]["saved"], _rows_of(train_dataloader) is not None)
+        # Also where the check before the first step has removed this callback.
+        found["attributes"]["saved"] = self.saved
+
+    def _compare(self, saved: dict | None, has_rows: bool) -> None:
+        """Raise the error of rows that are not those of the checkpoint, or warn if these are unknown."""
+        # A data loader of the user's own does not tell which rows it reads.
+        if saved == self.saved or (has_rows and self.saved is None):
             return
         fix = "Resume with the same data, max_length, seed and options. With ignore_data_skip=True, the epoch is read again."
-        if not has_plan:
-            raise input_error("the packed rows of the checkpoint", "no planned rows", fix)
         if saved is None:
             logger.warning(
                 "The checkpoint does not tell its packed rows: resume it with the data and options of its run."
             )
             return
+        if self.saved is None:
+            raise input_error("the packed rows of the checkpoint", "batches of samples", fix)
         if saved["rows_per_step"] != self.saved["rows_per_step"]:
             steps = "Change per_device_train_batch_size or gradient_accumulation_steps: a step has their product on each process."
             expected = f"{saved['rows_per_step']} rows per step, as in the checkpoint"
@@ -89,23 +94,32 @@ class PackingPlanCallback(_Saved):
         raise input_error("the packed rows of the checkpoint", "other rows", fix)
 
     def _rows(self, args, loader: Any) -> dict | None:
-        """What identifies the rows of each step, or `None` if they are not planned."""
-        plan = _plan_of(loader)
+        """What identifies the rows of each step, or `None` if a batch has samples."""
+        rows = _rows_of(loader)
         try:
             rows_per_step = loader.total_batch_size * args.gradient_accumulation_steps
         except (AttributeError, TypeError):  # a data loader of the user's own
             return None
-        if plan is None:
+        if rows is None:
             return None
+        if isinstance(rows, IterablePackingDataset):
+            return {"rows_per_step": rows_per_step, "plan": f"stream of {rows.max_length} tokens", "order": None}
         order: list | None = None
-        if (shuffled := shuffles(loader)) or rows_per_step != plan.rows_per_step:
+        if (shuffled := shuffles(loader)) or rows_per_step != rows.rows_per_step:
             # Then the order of the rows within a planned step matters.
-            order = [shuffled, args.seed, args.data_seed, plan.world_size, plan.gradient_accumulation_steps]
-        return {"rows_per_step": rows_per_step, "plan": plan.fingerprint, "order": order}
+            order = [shuffled, args.seed, args.data_seed, rows.world_size, rows.gradient_accumulation_steps]
+        return {"rows_per_step": rows_per_step, "plan": rows.fingerprint, "order": order}
 
 
-def _plan_of(loader: Any) -> Any:
-    return getattr(getattr(loader, "dataset", None), "plan", None)
+def _rows_of(loader: Any) -> Any:
+    """The plan of a data loader's rows or the stream that makes them, `None` for samples."""
+    dataset = _dataset_of(loader)
+    return dataset if isinstance(dataset, IterablePackingDataset) else getattr(dataset, "plan", None)
+
+
+def _dataset_of(loader: Any) -> Any:
+    dataset = getattr(loader, "dataset", None)
+    return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
 
 
 class PackingStateCallback(_Saved):
@@ -170,7 +184,7 @@ class PackingStateCallback(_Saved):
         if not args.ignore_data_skip:
             got = "False: Trainer would skip rows that the callback already skips"
             raise input_error("ignore_data_skip=True", got, "Set it in TrainingArguments, or remove the callback.")
-        dataset = loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
+        dataset = _dataset_of(loader)
         if not isinstance(dataset, IterablePackingDataset):
             fix = "Remove the callback; Trainer resumes a PackingDataset by itself."
             raise input_error("an IterablePackingDataset as train_dataset", type(dataset).__name__, fix)

@@ -75,6 +75,8 @@ from ..state import DATA, State
 from ..steps import Row, step_of_parts, whole_rows
 from ..typed import Trainer
 from .first_batch import FirstBatch
+from .later_hooks import LaterHooks
+from .resume import PackingPlanCallback
 from .warm_up import WarmUpCallback, evaluates, start_threads
 
 
@@ -98,12 +100,13 @@ class VerifyCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, setup: Setup):
         self.trainer, self.setup = trainer, setup
+        self._later: LaterHooks | None = None
 
     @classmethod
     def add(cls, trainer: Trainer, setup: Setup) -> None:
-        """Add this callback after the one that compiles kernels, and before those that watch training."""
+        """Add this callback after those that refuse other rows and compile kernels, and before those that watch training."""
         callbacks = [x for x in trainer.callback_handler.callbacks if type(x) is not cls]
-        at = sum(type(x) is WarmUpCallback for x in callbacks)
+        at = sum(type(x) in (PackingPlanCallback, WarmUpCallback) for x in callbacks)
         trainer.callback_handler.callbacks[:] = [*callbacks[:at], cls(trainer, setup), *callbacks[at:]]
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
@@ -111,18 +114,31 @@ class VerifyCallback(TrainerCallback):
         if state.global_step >= state.max_steps:
             return
         start_threads(trainer)
+        self._later = None
         if against_other_rows(trainer) is not None or not FirstBatch.put_in(trainer, train_dataloader, self._check):
-            self._check(train_dataloader)
+            later = LaterHooks(trainer.model_wrapped)
+            if self._check(train_dataloader):
+                self._later = later
 
-    def _check(self, train_dataloader: Any) -> None:
+    def on_step_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        """Look again with hooks that other callbacks have added since training began."""
+        later, self._later = self._later, None
+        if later is not None and self._anywhere(later.are_of_user()):
+            with later.without_those_of_libraries():
+                self._check(train_dataloader, ", with the hooks of callbacks,")
+
+    def _check(self, train_dataloader: Any, again: str = "") -> bool:
+        """Verify the set-up, and say what was found. Returns whether it was verified. `again` are words, if training has begun."""
         trainer, args = self.trainer, self.trainer.args
         start = time.perf_counter()
+        verified = False
         try:
             said = self._together(lambda: self._verify(train_dataloader))
-            said = f"Verified packing on {said} ({time.perf_counter() - start:.1f} s)."
+            said = f"Verified packing{again} on {said} ({time.perf_counter() - start:.1f} s)."
+            verified = True
         except DifferenceError as error:
-            self._refuse(error, train_dataloader)
-            return
+            self._refuse(error, train_dataloader, bool(again))
+            return False
         except UnseenError as error:
             said = f"Not verified: {error}."
         except Exception as error:
@@ -132,6 +148,7 @@ class VerifyCallback(TrainerCallback):
                 raise
             said = f"Not verified: {described(error)}."
         say(trainer, said)
+        return verified
 
     def _anywhere(self, found: bool) -> bool:
         """Whether it is so on any process. All of them have to go on in the same way."""
@@ -147,14 +164,14 @@ class VerifyCallback(TrainerCallback):
     def _together(self, check: Callable[[], Result]) -> Result:
         return together(check, self._anywhere)
 
-    def _refuse(self, difference: ValueError, loader: Any) -> None:
+    def _refuse(self, difference: ValueError, loader: Any, has_begun: bool) -> None:
         trainer, setup = self.trainer, self.setup
         ours = next((x.value for x in setup.changes if x.name == "data_collator"), trainer.data_collator)
         # A collator that the user has set since may contain ours, and loaders of shared rows give each to several processes.
         facts = setup.facts
         explicit = facts.options.mode != "auto" or bool(facts.added) or facts.options.shares_rows
         # Training has begun with the first batch.
-        explicit = explicit or isinstance(loader, FirstBatch) or facts.options.batch_invariant
+        explicit = explicit or has_begun or isinstance(loader, FirstBatch) or facts.options.batch_invariant
         if explicit or trainer.data_collator is not ours:
             raise difference
         callbacks = trainer.callback_handler.callbacks
