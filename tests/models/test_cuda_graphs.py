@@ -359,6 +359,19 @@ class CudaGraphsTest(RecordedTest):
         # The gradient that the layer gets.
         self.assertEqual(alive[:4], [0, 1, 1, 1])
 
+    def test_recordings_of_all_rows_have_the_same_buffers(self):
+        graphed, _ = models_of("attention_between", attention=False)
+        for lengths in ("several", "seven"):
+            graphed(**row_of(ROWS[lengths])).loss.backward()
+        (_, first), (_, second) = graphed.model.layer_graphs._graphs.values()
+        places = [
+            [x._input.data_ptr() for x in parts if isinstance(x, recordings.RecordedLayers)]
+            for parts in (first, second)
+        ]
+        self.assertEqual(*places)
+        # Each input is read until the backward.
+        self.assertEqual(len(set(places[0])), 2)
+
     def test_warm_ups_need_the_memory_of_one_layer(self):
         """Earlier recordings keep the activations of a row, and a second row of them may not fit beside these."""
         graphed, _ = models_of()

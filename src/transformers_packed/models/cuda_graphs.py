@@ -239,6 +239,7 @@ class LayerGraphs:
     def __init__(self, max_length: int, attention: bool = True):
         self.max_length, self.attention = max_length, attention
         self._graphs: dict[tuple, tuple[RecordedRow, list[_Part]]] = {}
+        self._buffers: dict[tuple, torch.Tensor] = {}
         self._parameters: list[torch.nn.Parameter] = []
         self._made_for: list = []
         self._parts: list[object] = []
@@ -276,7 +277,8 @@ class LayerGraphs:
             logger.warning_once(
                 f"{_CALL}: recording the graphs again because parameters, modes or settings of the layers have changed."
             )
-        self._graphs, self._place, self._made_for, self._parts = {}, None, made_for, parts
+        self._graphs, self._buffers, self._place = {}, {}, None
+        self._made_for, self._parts = made_for, parts
         self._settings = list(_settings(modules))
 
     def run(
@@ -297,7 +299,7 @@ class LayerGraphs:
         key = (slots, *kernels, *((x.shape[2:], x.dtype, x.requires_grad) for x in inputs))
         if key not in self._graphs:
             logger.info(f"{_CALL}: recording a graph for rows of up to {slots - 2} documents.")
-            row = RecordedRow(positions, self.max_length, slots, cast, hidden_states.device)
+            row = RecordedRow(positions, self.max_length, slots, cast, hidden_states.device, self._buffers)
             with same_counts(layers):
                 self._graphs[key] = row, self._record(layers, row, hidden_states)
         row, parts = self._graphs[key]
@@ -321,7 +323,7 @@ class LayerGraphs:
             if outside:
                 parts += span
             else:
-                recording = RecordedLayers(span, self._parameters, row, like, trained)
+                recording = RecordedLayers(span, self._parameters, row, len(parts), like, trained)
                 parts.append(recording)
                 like = recording.output
             trained = trained or any(x.requires_grad for layer in span for x in layer.parameters())

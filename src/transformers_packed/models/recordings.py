@@ -25,9 +25,12 @@ class Use:
 
 
 class RecordedRow:
-    """What the recordings of a row read: cosines and sines, and the boundaries of up to a number of documents."""
+    """What the recordings of a row read: cosines and sines, and the boundaries of up to a number of documents.
 
-    def __init__(self, position_embeddings, max_length, slots, cast, device):
+    `buffers` are the tensors that recordings of all rows use, one row after the other.
+    """
+
+    def __init__(self, position_embeddings, max_length, slots, cast, device, buffers):
         self.position_embeddings: list[torch.Tensor] | None = None
         if position_embeddings is not None:
             self.position_embeddings = [x.new_zeros(x.shape[0], max_length, *x.shape[2:]) for x in position_embeddings]
@@ -36,7 +39,7 @@ class RecordedRow:
         self.cu_seqlens[0] = 0
         # Without the cache, so the graph does not keep reading weights that were cast before the recording.
         self.autocast = partial(torch.autocast, device.type, cast, enabled=cast is not None, cache_enabled=False)
-        self._shared: dict[tuple, torch.Tensor] = {}
+        self._buffers: dict[tuple, torch.Tensor] = buffers
 
     def fill(self, position_embeddings: Iterable[torch.Tensor] | None, boundaries: SequenceBoundaries) -> None:
         for mine, given in zip(self.position_embeddings or (), position_embeddings or (), strict=True):
@@ -54,12 +57,13 @@ class RecordedRow:
             return options
         return options | {"position_embeddings": tuple(self.position_embeddings)}
 
-    def shared(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that all recordings of this row use, one after the other."""
-        key = name, like.shape, like.dtype
-        if key not in self._shared:
-            self._shared[key] = torch.zeros_like(like)
-        return self._shared[key]
+    def buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of a full row, beside those of other names and kinds."""
+        shape = like.shape[0], self.max_length, *like.shape[2:]
+        key = name, shape, like.dtype
+        if key not in self._buffers:
+            self._buffers[key] = like.new_zeros(shape)
+        return self._buffers[key]
 
 
 class RecordedLayers:
@@ -68,12 +72,15 @@ class RecordedLayers:
     Recordings with one memory pool have to run in the order in which they were made.
     """
 
-    def __init__(self, layers, parameters, row, like, trained):
-        """Run each layer a few times, on rows `like` this one, which requires gradients if `trained`."""
+    def __init__(self, layers, parameters, row, number, like, trained):
+        """Run each layer a few times, on rows `like` this one, which requires gradients if `trained`.
+
+        `number` is the place in the row.
+        """
         own = {parameter for layer in layers for parameter in layer.parameters()}
         self._parameters = [parameter for parameter in parameters if parameter in own]
         self._row, self._layers = row, layers
-        self._input = like.new_zeros(like.shape[0], row.max_length, *like.shape[2:]).requires_grad_(trained)
+        self._input = row.buffer(f"input {number}", like).detach().requires_grad_(trained)
         self._segments = list(_segments(layers))
         self._stand_ins = _stand_ins(layers)
         self._wanted = [x for x in (self._input, *(self._stand_ins[x] for x in self._parameters)) if x.requires_grad]
@@ -82,7 +89,7 @@ class RecordedLayers:
         with self._as_recorded():
             for _ in range(_WARM_UPS):
                 self.output = self._warm_up()
-        self._d_output = row.shared("gradient", self.output)
+        self._d_output = row.buffer("gradient", self.output)
         self.finish()
 
     @property
@@ -117,9 +124,9 @@ class RecordedLayers:
             trained = self._trained_in([layer])
             output = self._run([layer], x)
             if leaves := _leaves(x, trained):
-                _gradients(output, leaves, self._row.shared("gradient", output))
+                _gradients(output, leaves, self._row.buffer("gradient", output))
             x = output.detach().requires_grad_(bool(leaves))
-        return self._row.shared("output", x)
+        return self._row.buffer("output", x)
 
     def _compute(self) -> list[torch.Tensor]:
         """Return the output of the layers, and save what their backward needs."""
@@ -131,7 +138,7 @@ class RecordedLayers:
                 output = self._run(layers, x)
             self._saved.append((layers, trained, x, None if again else output))
             x = output.detach().requires_grad_(bool(_leaves(x, trained)))
-        return [self._row.shared("output", x).copy_(x.detach())]
+        return [self._row.buffer("output", x).copy_(x.detach())]
 
     def _differentiate(self) -> list[torch.Tensor | None]:
         """Return the gradients of the input and of all trained parameters."""
