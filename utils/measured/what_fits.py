@@ -21,19 +21,23 @@ def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[
                 arm = run["arms"][name]
                 add(found, run, trained, arm["median_ms"], arm["peak_GiB"], "H200", optimizer=False)
     for run in whole_steps:
-        # Rows of one document are slower, and segments take less.
-        others = run["graphs"] or run.get("one_document") or run.get("segment_tokens")
+        # Rows of one document are slower, segments take less, and fewer checkpoints more.
+        others = run["graphs"] or any(run.get(name) for name in ("one_document", "segment_tokens", "every_n_layers"))
         if "error" not in run and run["kind"] != "ddp" and not others:
             trained, gpu = "LoRA" if run["lora"] else "full", other_tools.gpu(run["machine"])
             trained = "QLoRA" if run["weights"] == "nf4" else trained
-            add(found, run, trained, run["step_ms"], run["peak_GiB"], "2 x " * (run["gpus"] > 1) + gpu)
+            add(found, run, trained, run["step_ms"], whole_peak(run), "2 x " * (run["gpus"] > 1) + gpu)
     for cell, runs in other_tools.grouped(peers).items():
         run = runs.get("ours", {})
         if "step_ms" in run and cell.task == "sft":
-            peak = run["peak_GiB"] + run.get("graphs_GiB", 0)
-            add(found, run, other_tools.trained(cell), run["step_ms"], peak, other_tools.gpu(cell.machine))
+            add(found, run, other_tools.trained(cell), run["step_ms"], whole_peak(run), other_tools.gpu(cell.machine))
     rows = [row for row in found.values() if row["gpu"] != "H200" or key(row | {"gpu": "H100"}) not in found]
     return sorted(rows, key=lambda row: (other_tools.size(row["model"]), row["gib"]))
+
+
+def whole_peak(run: dict) -> float:
+    """The GiB of a step with those that its CUDA graphs keep."""
+    return run["peak_GiB"] + run.get("graphs_GiB", 0)
 
 
 def add(found: dict, run: dict, trained: str, ms: float, gib: float, gpu: str, optimizer: bool = True) -> None:
