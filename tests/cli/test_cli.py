@@ -15,7 +15,7 @@ from parameterized import parameterized
 
 from transformers_packed import __version__, cli
 from transformers_packed.cli import main
-from transformers_packed.cli.options import parsers
+from transformers_packed.cli.options import parse, parsers
 
 
 # Each command in the same process, up to the import of torch.
@@ -60,6 +60,8 @@ class CommandLineTest(unittest.TestCase):
                 "Pass --teacher-in-host-memory.",
             ),
             ("--gradient-checkpointing --batch-size 8", "Lower --batch-size."),
+            ("--gradient-checkpointing --every-n-layers 2 --batch-size 1", "Lower --every-n-layers."),
+            ("--every-n-layers auto --batch-size 8", "Lower --batch-size."),
             (
                 "--gradient-checkpointing --offload --lora --load-in-4bit --layers-in-host-memory --batch-size 1",
                 "Use a larger GPU.",
@@ -78,6 +80,13 @@ class CommandLineTest(unittest.TestCase):
             f"{advice} The command memory computes what fits.",
             *options.split(),
         )
+
+    def test_out_of_memory_without_checkpoints_by_choice(self):
+        """`auto` would choose the same again."""
+        args = parse("train --model=m --data=d --output=o --every-n-layers=auto --batch-size=1".split())
+        args.gradient_checkpointing, args.every_n_layers = False, 0
+        message = args.parser.out_of_memory(args, torch.OutOfMemoryError("x"))
+        self.assertIn(". Pass --gradient-checkpointing without --every-n-layers. The", message)
 
     def test_out_of_memory_on_the_host(self):
         error, message = "offload: expected more memory. Use every_n_layers", "Use --every-n-layers"

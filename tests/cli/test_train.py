@@ -358,7 +358,15 @@ class CommandTest(unittest.TestCase):
         self.check_error("--every-turn without --segment-tokens, got both. Remove", *both)
         cut = ("--gradient-checkpointing", "--segment-tokens=auto")
         self.check_error(f"--segment-tokens without {shared}, got both. Remove", *cut, f"{shared}=2")
-        self.check_error("--segment-tokens: expected a number of tokens with --teacher, got auto", *cut, "--teacher=x")
+        for option, flag, what, *value in (
+            ("--segment-tokens", "--teacher", "teachers", "x"),
+            ("--segment-tokens", "--cuda-graphs", "graphs"),
+            ("--every-n-layers", "--teacher", "teachers", "x"),
+            ("--every-n-layers", "--cuda-graphs", "graphs"),
+            ("--every-n-layers", "--every-turn", "trees of turns"),
+        ):
+            message = f"{option}: expected a number with {flag}, got auto. The plan of memory leaves {what} out."
+            self.check_error(message, "--gradient-checkpointing", option, "auto", flag, *value)
         with mock.patch("datasets.__version__", "3.6.0"):
             self.check_error("needs datasets >= 4, which does not run dataset code", data="a/name")
         with mock.patch.object(early, "find_spec", lambda name: None):
@@ -372,6 +380,7 @@ class CommandTest(unittest.TestCase):
             ("--batch-size", "0"),
             ("--lora-rank", "4"),
             ("--every-n-layers", "2"),
+            ("--every-n-layers", "all"),
             ("--segment-tokens", "63"),
         ):
             self.assertEqual(self.train(flag, value)[0], 2)
@@ -380,7 +389,7 @@ class CommandTest(unittest.TestCase):
 
     def test_a_release_without_the_options_of_checkpointing(self):
         with mock.patch.object(versions, "can_select_checkpoints", lambda: False):
-            for option in ("--offload", "--keep-attention", "--every-n-layers=2"):
+            for option in ("--offload", "--keep-attention", "--every-n-layers=2", "--every-n-layers=auto"):
                 message = f"expected Transformers 5.23 or later for {option.partition('=')[0]}, got Transformers 5"
                 self.check_error(message, "--gradient-checkpointing", option)
         with mock.patch.object(versions, "can_cut_rows", lambda: False):
@@ -391,7 +400,7 @@ class CommandTest(unittest.TestCase):
     def test_segments_by_memory(self):
         """A CPU has none that is known. With memory, the segments are those of the plan."""
         for chosen in (None, 64):
-            found = mock.patch.object(finetune, "chosen_segments", return_value=chosen)
+            found = mock.patch.object(finetune, "chosen_checkpoints", return_value=(None, chosen))
             where = found if chosen else contextlib.nullcontext()
             options = ("--max-steps=1", "--gradient-checkpointing", "--segment-tokens=auto")
             with where, mock.patch.object(finetune, "TrainingArguments", wraps=finetune.TrainingArguments) as given:
@@ -400,6 +409,22 @@ class CommandTest(unittest.TestCase):
             self.assertEqual(line in out, chosen is None)
             kwargs = given.call_args.kwargs[f"{checkpointing_argument()}_kwargs"]
             self.assertEqual(kwargs.get("segment_tokens"), chosen)
+
+    @unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")
+    def test_layers_by_memory(self):
+        """`auto` implies gradient checkpointing, of all layers on a CPU. With memory, the layers are those of the plan."""
+        for chosen in (None, 0, 2):
+            found = mock.patch.object(finetune, "chosen_checkpoints", return_value=(chosen, None))
+            where = contextlib.nullcontext() if chosen is None else found
+            options = ("--max-steps=1", "--every-n-layers=auto", "--keep-attention")
+            with where, mock.patch.object(finetune, "TrainingArguments", wraps=finetune.TrainingArguments) as given:
+                out = self.succeeds(*options, output=self.directory / f"{chosen}")
+            line = "--every-n-layers auto: the memory of a step on a CPU is not known, so all layers are checkpointed."
+            self.assertEqual(line in out, chosen is None)
+            name = checkpointing_argument()
+            expected = {"use_reentrant": False, "every_n_layers": chosen or 1, "keep_attention": True}
+            self.assertEqual(given.call_args.kwargs[f"{name}_kwargs"], None if chosen == 0 else expected)
+            self.assertEqual(given.call_args.kwargs[name], chosen != 0)
 
     def test_bad_datasets(self):
         start = "^transformers-packed train: --data: "

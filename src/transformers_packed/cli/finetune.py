@@ -51,7 +51,7 @@ from .models import (
 )
 from .process import raise_on_interrupt
 from .run_folder import SETTINGS_FILE, check_same_settings, left, write_settings
-from .segments import chosen_segments, needs_of_samples
+from .segments import chosen_checkpoints, needs_of_samples
 
 
 KEPT_CHECKPOINTS = 2
@@ -109,7 +109,9 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         if trains:
             check_head(config, option)
     check_vocabulary(model, samples)
-    settings.segment_tokens = chosen_segments(model, samples, settings, dtype, device_of_this_process())
+    chosen = chosen_checkpoints(model, samples, settings, dtype, device_of_this_process())
+    settings.every_n_layers, settings.segment_tokens = chosen
+    settings.gradient_checkpointing &= settings.every_n_layers != 0
     if settings.teacher:
         settings.options["teacher"] = load_teacher(settings, tokenizer, model)
     trainer = make_trainer(model, tokenizer, samples, settings, dtype)
@@ -219,6 +221,7 @@ def make_trainer(
     """The stock Trainer without padding. Its loss is the mean over all targets of a step."""
     checkpointing, given = checkpointing_argument(), {name: getattr(settings, name) for name in _OF_CHECKPOINTS}
     options = {"use_reentrant": False, **{name: x for name, x in given.items() if x is not None}}
+    on = settings.gradient_checkpointing
     arguments = TrainingArguments(
         output_dir=str(settings.output),
         num_train_epochs=settings.epochs,
@@ -227,7 +230,7 @@ def make_trainer(
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
-        **{checkpointing: settings.gradient_checkpointing, f"{checkpointing}_kwargs": options},
+        **{checkpointing: on, f"{checkpointing}_kwargs": options if on else None},
         # FSDP2 would copy trained weights in bfloat16 to float32 for it.
         bf16=dtype == torch.bfloat16 and not trains_in_bfloat16(settings),
         use_cpu=not torch.cuda.is_available(),

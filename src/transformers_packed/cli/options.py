@@ -71,6 +71,9 @@ class Parser(argparse.ArgumentParser):
             close = [flag for word in unknown for flag in _meant(word.partition("=")[0], known)]
             advice = f". Did you mean {alternatives(close)}?" if close else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
+        if getattr(namespace, "every_n_layers", None) == AUTO:
+            # Until it is chosen that no layer is checkpointed.
+            namespace.gradient_checkpointing = True
         given = {action.dest: getattr(namespace, action.dest, None) for action in self._actions}
         for flag, (other, why) in _NEEDS.items():
             # `memory` computes with and without gradient checkpointing.
@@ -104,7 +107,10 @@ class Parser(argparse.ArgumentParser):
         possible = [flag for flag in possible if flag not in EXCLUDES or not given.get(dest(EXCLUDES[flag][0]))]
         less = [f"pass {flag}" for flag in possible if given.get(dest(flag)) is False]
         row = ("--row-length",) if given.get("row_length") else ("--batch-size", "--max-length")
-        less += [f"lower {flag}" for flag in (*row, "--every-n-layers") if (given.get(dest(flag)) or 1) > 1]
+        if given.get("every_n_layers") == 0:
+            # Chosen by auto, which would choose it again.
+            less[0] += " without --every-n-layers"
+        less += [f"lower {flag}" for flag in (*row, "--every-n-layers") if given.get(dest(flag)) not in _LOWEST]
         advice = alternatives(less or ["use a larger GPU"])
         fix = f"{advice[0].upper()}{advice[1:]}. The command memory computes what fits."
         return str(input_error("a GPU with enough memory", described(error), fix))
@@ -167,9 +173,9 @@ def positive_int(text: str, lowest: int = 1) -> int:
     return number
 
 
-def segment_tokens(text: str) -> int | str:
-    """The `type` of options for tokens of a segment, which `auto` chooses from the memory."""
-    return text if text == AUTO else positive_int(text, lowest=64)
+def positive_int_or_auto(text: str, lowest: int = 1) -> int | str:
+    """The `type` of options for positive integers that `auto` chooses from the memory."""
+    return text if text == AUTO else positive_int(text, lowest)
 
 
 def positive_float(text: str) -> float:
@@ -215,6 +221,8 @@ LONGEST_SAMPLE = 2048
 SAMPLES = 8
 _LORA_RANK = 16
 AUTO = "auto"
+# What no number can be lower than, or that is no number.
+_LOWEST = (None, 0, 1, AUTO)
 # Options without effect unless another one is given, and the reason.
 _NEEDS = {
     "--lora-rank": ("--lora", "without it, all parameters are trained"),

@@ -16,6 +16,8 @@ import argparse
 import os
 import sys
 from dataclasses import fields
+from functools import partial
+from itertools import product
 
 from ..errors import input_error
 from ..training.options import Options, TrainingOptions
@@ -32,7 +34,7 @@ from .options import (
     output_folder,
     positive_float,
     positive_int,
-    segment_tokens,
+    positive_int_or_auto,
 )
 from .run_folder import find_checkpoint
 
@@ -85,9 +87,12 @@ def add_options(parser: Parser) -> None:
     add("--offload", action=argparse.BooleanOptionalAction, help=host)
     kept = "do not recompute attention (default: for long documents, in host memory)"
     add("--keep-attention", action=argparse.BooleanOptionalAction, help=kept)
-    count("--every-n-layers", "checkpoint every n-th layer (default: all layers)")
+    every = (
+        "checkpoint every n-th layer; auto: as few layers as fit, also none, before rows are cut (default: all layers)"
+    )
+    add("--every-n-layers", type=positive_int_or_auto, metavar=f"N|{AUTO}", help=every)
     cut = "compute layers in segments of N tokens, which needs less memory; auto: the longest that fit (default: whole rows)"
-    add("--segment-tokens", type=segment_tokens, metavar=f"N|{AUTO}", help=cut)
+    add("--segment-tokens", type=partial(positive_int_or_auto, lowest=64), metavar=f"N|{AUTO}", help=cut)
     count("--save-steps", "steps between checkpoints, of which two are kept (default: none)")
     count("--logging-steps", "steps between logged losses", 10)
     add("--resume", action="store_true", help="continue from the last checkpoint in --output")
@@ -110,9 +115,11 @@ def _check_together(args: argparse.Namespace) -> None:
     for option, (other, why) in EXCLUDES.items():
         if getattr(args, dest(option)) and getattr(args, dest(other)):
             raise input_error(f"no {other}", "it", why, option=option)
-    if args.segment_tokens == AUTO and args.teacher:
-        fix = "The plan of memory leaves teachers out."
-        raise input_error("a number of tokens with --teacher", AUTO, fix, option="--segment-tokens")
+    left_out = {"--teacher": "teachers", "--every-turn": "trees of turns", "--cuda-graphs": "graphs"}
+    for option, (other, what) in product(("--every-n-layers", "--segment-tokens"), left_out.items()):
+        if getattr(args, dest(option)) == AUTO and getattr(args, dest(other)):
+            fix = f"The plan of memory leaves {what} out."
+            raise input_error(f"a number with {other}", AUTO, fix, option=option)
 
 
 def run(args: argparse.Namespace) -> None:

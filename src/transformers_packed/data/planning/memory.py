@@ -22,7 +22,7 @@ from ...ops.moe import MAX_RANK
 from ...parallel.groups import check_methods
 from ...parallel_methods import AttentionMethod, DeltaRuleMethod
 from .exchanges import exchanges
-from .segments import choose_segment
+from .segments import choose_layers, choose_segment
 from .step_memory import Parameters, StepMemory, checkpointed_layers, is_sharded, step_memory
 
 
@@ -301,8 +301,9 @@ def plan_sequence_parallel(
 
     def fewest(size: int | None, offload: bool) -> int | None:
         """Return `every_n_layers` with the fewest checkpointed layers that fit."""
-        numbers = range(len(sizes.layers), 0, -1) if size else ()
-        return next((n for n in numbers if _fits(need(size or 1, n, offload), memory)), None)
+        if size is None:
+            return None
+        return choose_layers(lambda n: need(size, n, offload).total, len(sizes.layers), _available(memory))
 
     options = {size: (need(size, 0, False), need(size, 1, False), need(size, 1, True)) for size in fitting}
     needed = tuple(next((p for p, ways in options.items() if _fits(ways[n], memory)), None) for n in range(len(_WAYS)))

@@ -1,4 +1,4 @@
-"""The segments in which checkpointed layers compute a long row, chosen from the memory of a GPU."""
+"""The layers to checkpoint, and the segments in which they compute a long row, chosen from the memory of a GPU."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,14 @@ from collections.abc import Callable
 # A layer reads its weights again for each segment. An H200 computes 989e12 operations per second and reads 4.8e12 bytes, so a
 # product of a bfloat16 weight with this many tokens takes 20 times as long as reading the weight.
 SMALLEST = 4096
+
+
+def choose_layers(need: Callable[[int], float], layers: int, available: float) -> int | None:
+    """Return `every_n_layers` with the fewest checkpointed layers that fit the memory, or `None` if all do not suffice.
+
+    `need` returns the bytes of a step with this option, and `available` is how many it may need.
+    """
+    return next((n for n in range(layers, 0, -1) if need(n) <= available), None)
 
 
 def choose_segment(need: Callable[[int | None], float], length: int, available: float) -> tuple[int | None, bool]:
