@@ -51,6 +51,8 @@ from triton.runtime.cache import FileCacheManager
 from transformers_packed.ops.backends.triton.cross_entropy import _scaled
 from transformers_packed.ops.compilations import compilations
 
+# A shell lets what it runs in the background ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if sys.argv[1] != "0":
     FileCacheManager.put_group = lambda *_: os.kill(os.getpid(), int(sys.argv[1]))
 signature = {"x_ptr": "*bf16", "factor_ptr": "*fp32", "y_ptr": "*bf16", "count": "i32", "BLOCK": "constexpr"}

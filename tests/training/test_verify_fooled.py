@@ -442,8 +442,13 @@ class RoundingTest(FooledTestCase):
     @pytest.mark.slow
     def test_a_router_in_float32(self):
         """With large weights, rounding changes the expert of a token, and with it the loss by 2e-3."""
-        torch.manual_seed(0)
         layers = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
         config = Qwen3NextConfig(**{**TINY, **EXPERTS, **layers, "initializer_range": 0.5})
-        trainer = self.configured(model=AutoModelForCausalLM.from_config(config), dataset=Samples(24))
-        self.assertRegex(said(trainer.train)[0], "Verified packing on .*, which differ by rounding: float64 is equal")
+        lines = []
+        # Which weights it does so for depends on the CPU.
+        while len(lines) < 20 and "differ by rounding" not in "".join(lines):
+            torch.manual_seed(len(lines))
+            trainer = self.configured(model=AutoModelForCausalLM.from_config(config), dataset=Samples(24))
+            lines.append(said(trainer.train)[0])
+            self.assertIn("Verified packing on ", lines[-1])
+        self.assertRegex(lines[-1], "Verified packing on .*, which differ by rounding: float64 is equal")
