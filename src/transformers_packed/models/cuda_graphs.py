@@ -358,7 +358,7 @@ def _state_of(modules: list[torch.nn.Module], parameters: list[torch.nn.Paramete
     """Return the modes of modules, and where graphs read their parameters and buffers."""
     buffers = [x for module in modules for x in module._buffers.values() if x is not None]
     # torch looks for a missing attribute of a module in three more places.
-    modes: list[Any] = [(module.training, vars(module).get("gradient_checkpointing")) for module in modules]
+    modes: list[Any] = [(module.training, vars(module).get("gradient_checkpointing", False)) for module in modules]
     return modes + _places(parameters) + [x.data_ptr() for x in buffers]
 
 

@@ -120,12 +120,17 @@ class RecordedLayers:
     def _warm_up(self) -> torch.Tensor:
         """Run forward and backward of one layer after the other, in the memory of one. Return the tensor for their output."""
         x, self._options = self._input, self._row.options()
-        for layer in self._layers:
-            trained = self._trained_in([layer])
-            output = self._run([layer], x)
-            if leaves := _leaves(x, trained):
-                _gradients(output, leaves, self._row.buffer("gradient", output))
-            x = output.detach().requires_grad_(bool(leaves))
+        for layers, again in self._segments:
+            for layer in layers:
+                if again:
+                    # Kernels that save nothing may be others.
+                    with torch.no_grad():
+                        self._run([layer], x)
+                trained = self._trained_in([layer])
+                output = self._run([layer], x)
+                if leaves := _leaves(x, trained):
+                    _gradients(output, leaves, self._row.buffer("gradient", output))
+                x = output.detach().requires_grad_(bool(leaves))
         return self._row.buffer("output", x)
 
     def _compute(self) -> list[torch.Tensor]:
