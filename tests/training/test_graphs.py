@@ -135,7 +135,7 @@ class GivenGpuTest(unittest.TestCase):
 
 
 class ChoiceTest(GivenGpuTest):
-    def choose(self, model, rows=1, longer=False, **options):
+    def choose(self, model, rows=1, some_without=False, **options):
         self.gpu = self.use(Gpu(**options))
         self.gpu.text = model.model
 
@@ -148,7 +148,8 @@ class ChoiceTest(GivenGpuTest):
 
         run_short = row(2, 3)
         self.gpu.rows = [run_short]
-        return choose_graphs(model, ROW_LENGTH, row(20, 30), run_short, rows_per_step=rows, longer=longer)
+        rows = {"rows_per_step": rows, "some_without": some_without}
+        return choose_graphs(model, ROW_LENGTH, row(20, 30), run_short, **rows)
 
     @parameterized.expand(
         [
@@ -186,19 +187,19 @@ class ChoiceTest(GivenGpuTest):
             # A step of the longest row, beside the graphs.
             (
                 "no room for a longer row",
-                {"total": 13.2, "longer": True},
+                {"total": 13.2, "some_without": True},
                 False,
                 "graphs may need 6.0 GiB, and 5.9",
                 0,
             ),
             (
                 "large graphs and a longer row",
-                {"with_graphs": (69.5, 1), "longer": True},
+                {"with_graphs": (69.5, 1), "some_without": True},
                 False,
                 "graphs keep 63.5 GiB, and a step needs 3.0 more of 66.0 GiB that are free",
                 2,
             ),
-            ("room for both", {"with_graphs": (68.5, 1), "longer": True}, True, "the graphs keep 62.5 GiB", 2),
+            ("room for both", {"with_graphs": (68.5, 1), "some_without": True}, True, "the graphs keep 62.5 GiB", 2),
         ]
     )
     def test_decision(self, _, options, expected, reason, recordings):
@@ -246,7 +247,7 @@ class ChoiceTest(GivenGpuTest):
             short = rows("short", 2, 3)
             self.assertTrue(choose_graphs(model, ROW_LENGTH, run, short, longest, [other])[0])
         timed = ["short"] * 2 + ["row"] * 3
-        self.assertEqual(ran, timed + ["memory of", "longest"] + ["row"] * 2 + ["other", "memory of", "row"])
+        self.assertEqual(ran, timed + ["memory of", "longest"] + ["row"] * 2 + ["other", "memory of", "longest"])
         self.assertEqual(RunsAgain.made, 4)
 
     def test_moments_of_adam_need_room(self):
@@ -257,6 +258,15 @@ class ChoiceTest(GivenGpuTest):
         limit = (6 + 3) / 0.9
         self.assertFalse(self.choose(model, total=limit + 1.4 * moments / 0.9)[0])
         self.assertTrue(self.choose(model, total=limit + 1.6 * moments / 0.9)[0])
+
+    @parameterized.expand([(1, True), (4, False)])
+    def test_gradients_of_earlier_rows_need_room(self, rows, on):
+        model, _ = models_of()
+        use_cuda_graphs(model, 0)
+        # The memory between steps, a step, and copies of gradients.
+        total = (6 + 3 + 1 + 0.5) / 0.9
+        with mock.patch.object(graphs, "bytes_of_gradients", return_value=GIB):
+            self.assertIs(self.choose(model, rows, total=total, with_graphs=(8, 1))[0], on)
 
     def test_checkpoints_in_host_memory_need_room(self):
         model, _ = models_of()
@@ -323,7 +333,11 @@ class TrainerTest(GivenGpuTest):
         self.assertEqual(["off" in line for line in lines], [True, True])
         self.assertEqual((RunsAgain.made, model.model.layer_graphs), (0, None))
 
-    def test_nothing_is_measured_if_the_layers_cannot_run_as_graphs(self):
+    @parameterized.expand([False, True])
+    def test_nothing_is_measured_if_the_layers_cannot_run_as_graphs(self, deterministic):
+        """Under deterministic algorithms too, where `cuda_graphs=True` would not help."""
+        torch.use_deterministic_algorithms(deterministic)
+        self.addCleanup(torch.use_deterministic_algorithms, False)
         _, lines = self.train(prepare=lambda model: model.model.layers[1].mlp.register_forward_hook(lambda *_: None))
         self.assertEqual(lines, ["CUDA graphs off, because a Qwen3_5MLP is hooked, wrapped or compiled."])
         self.assertEqual((RunsAgain.made, self.gpu.repeats, self.warnings), (0, [], []))
@@ -397,15 +411,19 @@ class TrainerTest(GivenGpuTest):
         )
         self.assertEqual(RunsAgain.made, 0)
 
-    def test_a_row_without_a_graph(self):
+    @parameterized.expand(
+        [("none", 128, "no", False), ("the longest", 129, "no", True), ("those of an evaluation", 128, "steps", True)]
+    )
+    def test_rows_without_a_graph(self, _, longest, evaluates, expected):
         trainer, _ = self.configured(train=False)
-        rows = Rows(max_length=128, tokens=100, documents=4, longest=129, fewest=4, most=4)
+        trainer.args.eval_strategy = evaluates
+        rows = Rows(max_length=128, tokens=100, documents=4, longest=longest, fewest=4, most=4)
         with (
             mock.patch.object(callback, "usual_rows", return_value=rows),
             mock.patch.object(callback, "choose_graphs", return_value=(False, "a test")) as choose,
         ):
             callback.GraphsCallback(trainer).on_train_begin(trainer.args, TrainerState(max_steps=2), None)
-        self.assertIs(choose.call_args.args[-1], True)
+        self.assertIs(choose.call_args.args[-1], expected)
 
     def test_a_stream_of_samples(self):
         trainer, _ = self.configured(train=False)

@@ -32,7 +32,7 @@ def choose_graphs(
     run_longest: Callable[[], None] | None = None,
     others: Sequence[Callable[[], None]] = (),
     rows_per_step: int = 1,
-    longer: bool = False,
+    some_without: bool = False,
 ) -> tuple[bool, str]:
     """Run the layers of `model` as CUDA graphs if its rows are faster that way and the memory suffices.
 
@@ -56,8 +56,9 @@ def choose_graphs(
             The same for a row of each further graph. Their memory counts too.
         rows_per_step (`int`, *optional*, defaults to 1):
             The steps of gradient accumulation.
-        longer (`bool`, *optional*, defaults to `False`):
-            Whether the longest row has no graph. Its activations then need memory beside the graphs.
+        some_without (`bool`, *optional*, defaults to `False`):
+            Whether some rows have no graph, such as the longest one or those of an evaluation. A step of the longest row
+            then needs memory beside the graphs.
 
     Returns:
         `tuple[bool, str]`: whether graphs are on, and the reason. After an error they are off.
@@ -65,8 +66,7 @@ def choose_graphs(
     on = False
     try:
         short, longest = run_short or run, run_longest or run
-        step_per_row = _LAUNCHES * (1 + _REST / rows_per_step)
-        on, reason = _choose(model, max_length, run, short, longest, others, step_per_row, longer)
+        on, reason = _choose(model, max_length, run, short, longest, others, rows_per_step, some_without)
     except Exception as error:
         reason = f"measuring stopped with {described(error)}"
     finally:
@@ -77,7 +77,7 @@ def choose_graphs(
     return on, reason
 
 
-def _choose(model, max_length, run, run_short, run_longest, others, step_per_row, longer):
+def _choose(model, max_length, run, run_short, run_longest, others, rows_per_step, some_without):
     run_short()
     host = _time(run_short)[0]
     run()
@@ -87,15 +87,17 @@ def _choose(model, max_length, run, run_short, run_longest, others, step_per_row
         plain = _time(run)[1]
     # A row that takes longer than its launches tells the time of the GPU.
     known = plain if plain > _GAIN * host else 0.0
-    host *= step_per_row
+    host *= _LAUNCHES * (1 + _REST / rows_per_step)
     if host < plain:
         return False, f"a row takes the GPU {plain:.0f} ms and the host about {host:.0f} ms"
     kept, step = _memory(run_longest)
     free, total = torch.cuda.mem_get_info()
-    room = min(FILLED * total - kept, free) - bytes_of_moments(model)
+    gradients = bytes_of_gradients(model)
+    # The row that runs leaves no gradients. Those of earlier rows of a step stay.
+    room = min(FILLED * total - kept, free) - bytes_of_moments(model) - (gradients if rows_per_step > 1 else 0)
     # The graphs keep the activations of a step, also the inputs that are in host memory without graphs. The gradients
     # of their layers are copied.
-    needed = step + bytes_on_host(model, unasked=False) + (step if longer else bytes_of_gradients(model))
+    needed = step + bytes_on_host(model, unasked=False) + (step if some_without else gradients)
     if needed > room:
         return False, f"graphs may need {gib(needed)} GiB, and {gib(max(room, 0))} GiB are free"
     found = _fastest_graphs(model, max_length, run, _IN_TIME * share_of_attention(model) * host, known)
@@ -108,9 +110,9 @@ def _choose(model, max_length, run, run_short, run_longest, others, step_per_row
         return False, gain
     for record in others:
         record()
-    pool, beside = _memory(run)
+    pool, beside = _memory(run if some_without else run_longest)
     pool -= kept
-    beside = step if longer else beside
+    beside = step if some_without else beside
     if pool + beside > room:
         return (
             False,

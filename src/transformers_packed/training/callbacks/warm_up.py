@@ -134,9 +134,9 @@ class GraphsCallback(WarmUpCallback):
         if rows is None:
             return
         device = trainer.args.device
-        reason = next(
-            filter(None, (_reason_of_determinism(), *(reason_of_layers(text, device) for text in texts))), ""
-        )
+        # Where layers cannot run as graphs, no option turns them on.
+        reasons = *(reason_of_layers(text, device) for text in texts), _reason_of_determinism()
+        reason = next(filter(None, reasons), "")
         on, reason = (False, reason) if reason else self._measure(model, rows)
         # Each step waits for the slowest process.
         everywhere = trainer.accelerator.gather(torch.tensor([int(on)], device=device)).all()
@@ -173,8 +173,8 @@ class GraphsCallback(WarmUpCallback):
             longest = partial(run_new, rows.longest, rows.documents) if rows.longest > rows.tokens else None
             others = [partial(run_new, rows.tokens, number) for number in documents_of_graphs(rows.fewest, rows.most)]
             accumulated = trainer.args.gradient_accumulation_steps
-            longer = rows.longest > rows.max_length
-            return choose_graphs(model, rows.max_length, typical, short, longest, others, accumulated, longer)
+            some_without = rows.longest > rows.max_length or evaluates(trainer)
+            return choose_graphs(model, rows.max_length, typical, short, longest, others, accumulated, some_without)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         self._release(model)
