@@ -375,8 +375,13 @@ def _is_followed(module: str) -> bool:
 
 
 @cache
-def is_of_user(module: str) -> bool:
-    """Whether a module belongs to no library: it is a program, or its file is where nothing is installed."""
+def is_of_user(module: str | None) -> bool:
+    """Whether a module belongs to no library: it is a program, or its file is where nothing is installed.
+
+    Functions of strings and methods of built-in objects have none, and may be of the user.
+    """
+    if module is None:
+        return True
     name = module.partition(".")[0]
     if name == "__main__":
         return True

@@ -60,6 +60,11 @@ class LaterHooksTest(ConfigureTestCase):
         self.assertEqual(callback.calls, [0, 1])
         return printed, trainer.model
 
+    def test_a_leak_of_a_function_without_a_module(self):
+        function = eval("lambda module, inputs, output: output + output.roll(1, 1)", {})
+        self.assertIs(function.__module__, None)
+        self.refuses(self.trainer(), "padding_free", Hooking(function))
+
     def test_training_is_as_without_the_check(self):
         printed, model = self.trained()
         self.assertRegex(printed, "Verified packing on 3 .*\nVerified packing, with the hooks of callbacks, on 3 ")
