@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 from mixins.configure import ConfigureTestCase, said
 from scripts.configured_arms import tokenizer
@@ -16,8 +17,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from transformers_packed import PackingDataset, configure_packing
+from transformers_packed import IterablePackingDataset, PackingDataset, configure_packing
 from transformers_packed.training.callbacks import verify
+from transformers_packed.training.callbacks.resume import PackingPlanCallback
 
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 60).tolist()
@@ -98,6 +100,17 @@ class ResumedPlanTest(ConfigureTestCase):
         self.refused("expected the packed rows of the checkpoint, got other rows", samples=stream(), max_length=96)
         self.refused("expected 2 rows per step, as in the checkpoint, got 3", samples=stream(), accumulation=3)
         self.assertEqual(self.resume(samples=stream()).state.global_step, 9)
+
+    def test_rows_of_a_stream_on_several_processes(self):
+        def rows(processes, batch):
+            stream = IterablePackingDataset(SAMPLES, 64)
+            options = {"num_processes": processes, "process_index": 0, "dispatch_batches": False}
+            loader = prepare_data_loader(DataLoader(stream, batch, collate_fn=list), **options)
+            args = TrainingArguments(self.directory, use_cpu=True, gradient_accumulation_steps=3)
+            return PackingPlanCallback()._rows(args, loader)
+
+        self.assertEqual(rows(2, 1), rows(1, 2))
+        self.assertEqual([rows(*x)["rows_per_step"] for x in ((1, 1), (2, 1), (2, 2))], [3, 6, 12])
 
     def resume_stock(self, **arguments):
         """Resume a Trainer of Transformers, on padded batches."""

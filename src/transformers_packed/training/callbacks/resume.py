@@ -103,6 +103,8 @@ class PackingPlanCallback(_Saved):
         if rows is None:
             return None
         if isinstance(rows, IterablePackingDataset):
+            # The batch size of a loader of a stream is that of a process.
+            rows_per_step *= getattr(loader.dataset, "num_processes", 1)
             return {"rows_per_step": rows_per_step, "plan": f"stream of {rows.max_length} tokens", "order": None}
         order: list | None = None
         if (shuffled := shuffles(loader)) or rows_per_step != rows.rows_per_step:
