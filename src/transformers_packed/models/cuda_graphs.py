@@ -58,7 +58,8 @@ def use_cuda_graphs(model: Model, max_length: int, *, attention: bool = True) ->
 
     Graphs speed up rows whose kernels finish before the host can launch the next ones: up to about 8,192 tokens for
     Qwen3.5-0.8B on an H200. Every row is computed with `max_length` tokens. Recording takes seconds for the first row
-    of each kind. The graphs keep their memory: the saved activations of one row, which all of them share.
+    of each kind. The graphs keep the memory of one row, which all of them share: its saved activations and the gradients
+    of the layers.
 
     A forward that cannot use a graph runs without it, and the log gives the reason once. Examples are a longer row, a
     layer with hooks, and a second forward before the first backward. Graphs are recorded again if parameters, modes or
