@@ -349,6 +349,18 @@ class CudaGraphsTest(RecordedTest):
         switches = [layer.gradient_checkpointing for layer in graphed.model.layers]
         self.assertEqual(switches, [True, step == 1] * 2)
 
+    @parameterized.expand([False, True])
+    def test_a_frozen_layer_with_an_unused_parameter(self, checkpointing):
+        """Such as that of an adapter that is not active."""
+        graphed, plain = models_of()
+        for model in (graphed, plain):
+            model.model.embed_tokens.requires_grad_(False)
+            model.model.layers[0].requires_grad_(False).unused = torch.nn.Parameter(torch.zeros(1))
+        if checkpointing:
+            enable_checkpointing(graphed, 1, inputs=False)
+        self.assert_same_step(graphed, plain, row_of([20, 30]), row_of([9, 8]))
+        self.assertEqual((RunsAgain.replayed, self.warnings), (4, []))
+
     def test_the_backward_frees_inputs_of_layers_and_their_gradients(self):
         """Otherwise the memory of the graphs has those of all layers until its end."""
         graphed, _ = models_of()

@@ -126,11 +126,12 @@ class RecordedLayers:
                     # Kernels that save nothing may be others.
                     with torch.no_grad():
                         self._run([layer], x)
-                trained = self._trained_in([layer])
                 output = self._run([layer], x)
-                if leaves := _leaves(x, trained):
+                # Trained parameters may be unused.
+                if output.requires_grad:
+                    leaves = _leaves(x, self._trained_in([layer]))
                     _gradients(output, leaves, self._row.buffer("gradient", output))
-                x = output.detach().requires_grad_(bool(leaves))
+                x = output.detach().requires_grad_(output.requires_grad)
         return self._row.buffer("output", x)
 
     def _compute(self) -> list[torch.Tensor]:
@@ -156,6 +157,8 @@ class RecordedLayers:
             if not leaves:
                 break
             output = self._run(layers, x) if output is None else output
+            if not output.requires_grad:
+                break
             for leaf, new in zip(leaves, _gradients(output, leaves, gradient), strict=True):
                 # Layers may share parameters.
                 if new is not None:
