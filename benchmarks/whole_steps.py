@@ -234,7 +234,7 @@ def summary(trace) -> dict:
         "uncovered_communication_ms": round((both - length(computing)) / 1000, 2),
         "kernels": len(computing),
         "longest_ms": {
-            name[:80]: round(time / 1000, 2) for name, time in sorted(times.items(), key=lambda x: -x[1])[:40]
+            name[:160]: round(time / 1000, 2) for name, time in sorted(times.items(), key=lambda x: -x[1])[:40]
         },
         "waits": names,
         "copies": copies,

@@ -384,6 +384,9 @@ class CommandTest(unittest.TestCase):
             ("--segment-tokens", "63"),
         ):
             self.assertEqual(self.train(flag, value)[0], 2)
+        for flag, value, lowest in (("--every-n-layers", "all", 1), ("--segment-tokens", "63", 64)):
+            message = f"{flag}: expected a whole number of at least {lowest}, or auto, got '{value}'"
+            self.assertIn(message, self.train(flag, value)[-1])
         # Also if a value is the default.
         self.assertEqual(self.train("--epochs", "1", "--max-steps", "1")[0], 2)
 

@@ -165,17 +165,17 @@ def _of_packing(flag: str) -> dict[str, Any]:
     return {"default": option.default, "help": help[0].lower() + help[1:], **kind}
 
 
-def positive_int(text: str, lowest: int = 1) -> int:
-    """The `type` of options for positive integers."""
+def positive_int(text: str, lowest: int = 1, others: str = "") -> int:
+    """The `type` of options for positive integers. `others` says what else may be given."""
     number = int(text) if text.isdecimal() else 0
     if number < lowest:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least {lowest}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {lowest}{others}, got {text!r}")
     return number
 
 
 def positive_int_or_auto(text: str, lowest: int = 1) -> int | str:
     """The `type` of options for positive integers that `auto` chooses from the memory."""
-    return text if text == AUTO else positive_int(text, lowest)
+    return text if text == AUTO else positive_int(text, lowest, f", or {AUTO}")
 
 
 def positive_float(text: str) -> float:
