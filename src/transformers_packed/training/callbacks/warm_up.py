@@ -187,7 +187,7 @@ class GraphsCallback(WarmUpCallback):
 
 
 def _reason_of_determinism() -> str:
-    """Return why two runs may not choose by time, or an empty string. Attention of graphs adds up in another order."""
+    """Return why two runs may not choose by time, or an empty string. Graphs round gradients in another way."""
     if not torch.are_deterministic_algorithms_enabled():
         return ""
     return "two runs under deterministic algorithms could choose differently. cuda_graphs=True turns them on"
