@@ -11,8 +11,8 @@ import torch
 
 
 # The attributes with a module's hooks, and torch's global hooks for all modules.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = [getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
 # Modules of the functions that ZeRO-3 registers as hooks. The latter has the wrapper around some of them.
 _ZERO_3 = "deepspeed.runtime.zero.", "deepspeed.utils.nvtx"
 # Types of plain parameters. FSDP1's parameters are views of type `torch.Tensor`.
@@ -23,7 +23,7 @@ def hooks_of(module: torch.nn.Module) -> list:
     """List the hooks that run with the module's forward: its own, and torch's global hooks."""
     # Graphs look at thousands of modules in each step, and few have any.
     found, state = [], vars(module)
-    for name in _HOOKS:
+    for name in HOOKS:
         if state[name]:
             found += state[name].values()
     for hooks in _GLOBAL_HOOKS:
@@ -42,7 +42,7 @@ def is_untouched(module: torch.nn.Module, *classes: type, parameters: tuple[type
     state = vars(module)
     if type(module) not in classes or "forward" in state or module._compiled_call_impl is not None:
         return False
-    for name in _HOOKS:
+    for name in HOOKS:
         if state[name]:
             return False
     for hooks in _GLOBAL_HOOKS:

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from ...foreign import swapped
+from ...models.untouched import HOOKS
 from ..state import is_of_user
-
-
-_KINDS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
 class LaterHooks:
@@ -26,7 +24,7 @@ class LaterHooks:
     """
 
     def __init__(self, model: torch.nn.Module):
-        self._before = [(x, {kind: set(vars(x)[kind]) for kind in _KINDS}) for x in model.modules()]
+        self._before = [(x, {kind: set(vars(x)[kind]) for kind in HOOKS}) for x in model.modules()]
 
     def are_of_user(self) -> bool:
         """Whether any of them are of the user's code."""
