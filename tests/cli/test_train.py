@@ -47,7 +47,7 @@ from transformers.training_args import OptimizerNames
 from transformers_packed import DataCollatorWithFlattening, PackingPlan
 from transformers_packed.cli import early, finetune, models, run_folder
 from transformers_packed.cli.folder_trainer import RunFolderTrainer
-from transformers_packed.cli.segments import needs_of_samples
+from transformers_packed.cli.needs import needs_of_samples
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8, host_parameters, versions
 from transformers_packed.models.checkpoint_formats import PackedWeight

@@ -5,6 +5,7 @@ import io
 import tempfile
 import unittest
 from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from importlib.util import find_spec
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from common.blocks import LAYERS
 from common.families import tiny_model
+from common.four_bit import store_in_nf4
 from common.gpu import needs_gpu, report
 from common.processes import run_processes
 from common.real_heads import model_on_gpu, row_on_gpu
@@ -25,8 +27,6 @@ from transformers_packed import PackedTrainer, PackedTrainingArguments, patch_mo
 from transformers_packed.models import cuda_graphs
 from transformers_packed.models.checkpoint_formats import PackedWeight
 from transformers_packed.models.families import EXPERT_WEIGHTS, family_of
-from transformers_packed.models.quantization import in_4bit, keeps_dtype, nf4
-from transformers_packed.models.quantized_weights import ExpertsIn4bit, set_weights
 from transformers_packed.ops import dispatch, implementations_used
 from transformers_packed.ops.backends import fla
 from transformers_packed.ops.grouped_dequantization import Groups
@@ -106,17 +106,7 @@ def store_in_nvfp4(model: torch.nn.Module) -> None:
             setattr(model.get_submodule(path), name, weight)
 
 
-def store_in_nf4(model: torch.nn.Module) -> None:
-    """Quantize linear layers and experts as bitsandbytes does when our classes are loaded."""
-    for name, module in list(model.named_modules()):
-        if type(module) is torch.nn.Linear and not keeps_dtype(name):
-            model.set_submodule(name, in_4bit(module, nf4(torch.bfloat16)))
-        for weight in {x.rpartition(".")[2] for x in EXPERT_WEIGHTS} & module._parameters.keys():
-            set_weights(module, weight, ExpertsIn4bit.of(getattr(module, weight).data, "nf4", True))
-    model.is_loaded_in_4bit = True
-
-
-STORED = {"nvfp4": store_in_nvfp4, "nf4": store_in_nf4}
+STORED = {"nvfp4": store_in_nvfp4, "nf4": partial(store_in_nf4, dtype=torch.bfloat16)}
 
 
 @needs_gpu

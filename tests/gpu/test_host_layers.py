@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import torch
 from common.blocks import stored_and_plain
+from common.four_bit import store_in_nf4
 from common.gpu import needs_gpu, report
 from common.real_heads import model_on_gpu
 from mixins.on_host_gpu import OnHostGpuTestCase, copies_of_this_gpu, in_nvfp4, step, with_adapters
@@ -20,6 +21,8 @@ from transformers_packed.ops import host_weights
 # Weights of 8 MiB in bfloat16.
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
 SIZES["layer_types"] = ["linear_attention", "linear_attention", "full_attention"] * 2
+# Elements of weights that are quantized.
+LARGE = 1 << 20
 KINDS = ["bfloat16", "nvfp4", "fp8", *(["nf4"] if find_spec("bitsandbytes") else [])]
 
 
@@ -30,21 +33,15 @@ def layers_of(model):
 def dense(kind: str, **options) -> torch.nn.Module:
     """A model in host memory, with adapters on linear layers."""
     model = model_on_gpu("qwen3_5", **SIZES)
-    for layer in layers_of(model) if kind in ("nvfp4", "nf4") else ():
-        for name, module in list(layer.named_modules()):
-            if not isinstance(module, torch.nn.Linear) or module.weight.numel() < 1 << 20:
-                continue
-            if kind == "nf4":
-                from transformers_packed.models.quantization import in_4bit, nf4
-
-                layer.set_submodule(name, in_4bit(module, nf4(torch.bfloat16)))
-            else:
+    if kind == "nf4":
+        store_in_nf4(model, torch.bfloat16, LARGE)
+    for layer in layers_of(model) if kind == "nvfp4" else ():
+        for module in layer.modules():
+            if isinstance(module, torch.nn.Linear) and module.weight.numel() >= LARGE:
                 module.weight = in_nvfp4(module.weight.shape)
     model = model.cpu()
     if kind == "fp8":
         model, _ = stored_and_plain(model, (128, 128))
-    # PEFT reads it.
-    model.is_loaded_in_4bit = kind == "nf4"
     torch.manual_seed(1)
     targets = ["q_proj", "o_proj", "out_proj", "up_proj", "down_proj"]
     return with_adapters(model, LoraConfig(**{"r": 8, "target_modules": targets} | options))

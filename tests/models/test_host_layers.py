@@ -6,10 +6,12 @@ import tempfile
 import unittest
 from contextlib import nullcontext
 from importlib.util import find_spec
+from itertools import chain
 from unittest import mock
 
 import torch
 from common.blocks import mixture, stored_and_plain
+from common.four_bit import store_in_nf4
 from common.late_experts import copied_on_a_cpu
 from mixins.lora import randomized
 from mixins.model import packed_batch
@@ -58,19 +60,6 @@ def linears_of(layer):
     return [linear for linears in host_parameters._linears_of(layer).values() for linear in linears]
 
 
-def quantized(layer: torch.nn.Linear, kind: str) -> torch.nn.Module:
-    if kind == "nf4":
-        from transformers_packed.models.quantization import in_4bit, nf4
-
-        layer = in_4bit(layer, nf4(torch.float32))
-        # In evaluation on some CPUs, bitsandbytes needs layers of larger sizes.
-        layer.support_avx512bf16_for_cpu = False
-        return layer
-    stored = PackedWeight(random_groups(kind, layer.weight.shape, 16, **PACKED[kind]), torch.float32)
-    layer.weight = torch.nn.Parameter(stored, requires_grad=False)
-    return layer
-
-
 def tiny(family="qwen3_5", kind="float32", adapters=True, **options):
     """A model with linear layers of a kind, and adapters on some of them."""
     if kind == "nf4" and not find_spec("bitsandbytes"):
@@ -80,12 +69,12 @@ def tiny(family="qwen3_5", kind="float32", adapters=True, **options):
         model = model.bfloat16()
     if kind == "fp8":
         model, _ = stored_and_plain(model, (16, 16))
-    for layer in layers_of(model):
-        for name, module in list(layer.named_modules()):
-            if isinstance(module, torch.nn.Linear) and kind in (*PACKED, "nf4") and module.weight.shape[1] % 16 == 0:
-                layer.set_submodule(name, quantized(module, kind))
-    # PEFT reads it.
-    model.is_loaded_in_4bit = kind == "nf4"
+    if kind == "nf4":
+        store_in_nf4(model, torch.float32)
+    for module in chain.from_iterable(x.modules() for x in layers_of(model) if kind in PACKED):
+        if isinstance(module, torch.nn.Linear) and module.weight.shape[1] % 16 == 0:
+            stored = PackedWeight(random_groups(kind, module.weight.shape, 16, **PACKED[kind]), torch.float32)
+            module.weight = torch.nn.Parameter(stored, requires_grad=False)
     torch.manual_seed(1)
     experts = list(EXPERT_WEIGHTS) if any(is_known(x) for x in model.modules()) else None
     config = LoraConfig(**{"r": 4, "target_modules": ADAPTED, "target_parameters": experts} | options)

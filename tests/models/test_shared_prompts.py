@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import ClassVar
 
 import torch
+from common.four_bit import store_in_nf4
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixins.model import padded_batch, relative_error, total_relative_error
@@ -17,7 +18,6 @@ from transformers import Qwen3_5TextForSequenceClassification
 
 from transformers_packed import patch_model, use_float8
 from transformers_packed.models.padding import PaddedBatch
-from transformers_packed.models.quantization import in_4bit, keeps_dtype, nf4
 
 
 def make_batch():
@@ -91,9 +91,7 @@ class TreesTest(unittest.TestCase):
         torch.manual_seed(0)
         model = builtin_model("qwen3_5")
         if way == "in_4_bit":
-            for name, layer in list(model.named_modules()):
-                if type(layer) is torch.nn.Linear and not keeps_dtype(name):
-                    model.set_submodule(name, in_4bit(layer, nf4(torch.float32)))
+            store_in_nf4(model, torch.float32)
         model = patch_model(model)
         if way == "float8":
             use_float8(model, lambda module, name: "mlp" in name)

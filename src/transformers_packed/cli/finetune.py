@@ -49,9 +49,9 @@ from .models import (
     supported_config,
     trains_in_bfloat16,
 )
+from .needs import chosen_checkpoints, needs_of_samples
 from .process import raise_on_interrupt
 from .run_folder import SETTINGS_FILE, check_same_settings, left, write_settings
-from .segments import chosen_checkpoints, needs_of_samples
 
 
 KEPT_CHECKPOINTS = 2

@@ -145,13 +145,18 @@ class ExpertsIn4bit(StoredWeight):
 
 
 def _copied_state(state: Any, copied: Any) -> Any:
-    """Return bitsandbytes' state of a weight with `copied` of each tensor."""
+    """Return bitsandbytes' state of a weight with `copied` of each tensor, in the order of [`_tensors_of_state`]."""
     state = copy.copy(state)
     state.absmax, state.code = copied(state.absmax), copied(state.code)
     if state.nested:
         state.offset, state.state2 = copied(state.offset), copy.copy(state.state2)
         state.state2.absmax, state.state2.code = copied(state.state2.absmax), copied(state.state2.code)
     return state
+
+
+def _tensors_of_state(state: Any) -> list[torch.Tensor]:
+    nested = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
+    return [state.absmax, state.code, *nested]
 
 
 def is_in_4bit(weights: Any) -> bool:
@@ -169,7 +174,7 @@ def copied_weights(weights: Any, copied: Any) -> Any:
     """Return weights that have parts with `copied` of each tensor."""
     if isinstance(weights, StoredWeight):
         return weights.copied(copied)
-    values = copied(weights.detach().as_subclass(torch.Tensor))
+    values = copied(weights.data)
     options = {
         name: vars(weights)[name] for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")
     }
@@ -177,17 +182,20 @@ def copied_weights(weights: Any, copied: Any) -> Any:
     return type(weights)(values, requires_grad=False, quant_state=state, bnb_quantized=True, **options)
 
 
-def tensors_of(weights: torch.Tensor) -> list[torch.Tensor]:
+def tensors_of(weights: Any) -> list[torch.Tensor]:
     """List the tensors that hold the numbers of a parameter: itself, or its parts."""
-    if not has_parts(weights):
+    if is_in_4bit(weights):
+        # Graphs ask in each step, and it takes several times as long to make a new parameter.
+        return [weights.data, *_tensors_of_state(weights.quant_state)]
+    if not isinstance(weights, StoredWeight):
         return [weights]
-    found = []
+    found: list[torch.Tensor] = []
 
     def listed(tensor: torch.Tensor) -> torch.Tensor:
         found.append(tensor)
         return tensor
 
-    copied_weights(weights, listed)
+    weights.copied(listed)
     return found
 
 

@@ -8,7 +8,7 @@ from accelerate.utils import broadcast_object_list
 from ...data.excerpts import source_of
 from ...data.samples import has_items
 from ..typed import Trainer
-from .later_hooks import LaterHooks
+from .later_changes import LaterChanges
 
 
 class FirstBatch:
@@ -30,7 +30,7 @@ class FirstBatch:
         self.trainer, self.collate_fn = trainer, collate_fn
         self.dataset: list = []
         self._show: Callable | None = show
-        self._hooks = LaterHooks(trainer.model_wrapped)
+        self._later = LaterChanges(trainer.model_wrapped)
 
     @classmethod
     def put_in(cls, trainer: Trainer, loader: Any, show: Callable[["FirstBatch"], None]) -> bool:
@@ -49,7 +49,7 @@ class FirstBatch:
             if self.trainer.args.world_size > 1:
                 broadcast_object_list(everywhere)
             self.dataset = everywhere[0]
-            with self._hooks.without_those_of_libraries():
+            with self._later.without_hooks_of_libraries():
                 show(self)
             self.dataset = []
         return self.collate_fn(samples)

@@ -75,7 +75,7 @@ from ..state import DATA, State
 from ..steps import Row, step_of_parts, whole_rows
 from ..typed import Trainer
 from .first_batch import FirstBatch
-from .later_hooks import LaterHooks
+from .later_changes import LaterChanges
 from .resume import PackingPlanCallback
 from .warm_up import WarmUpCallback, evaluates, start_threads
 
@@ -100,7 +100,7 @@ class VerifyCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, setup: Setup):
         self.trainer, self.setup = trainer, setup
-        self._later: LaterHooks | None = None
+        self._later: LaterChanges | None = None
 
     @classmethod
     def add(cls, trainer: Trainer, setup: Setup) -> None:
@@ -116,16 +116,15 @@ class VerifyCallback(TrainerCallback):
         start_threads(trainer)
         self._later = None
         if against_other_rows(trainer) is not None or not FirstBatch.put_in(trainer, train_dataloader, self._check):
-            later = LaterHooks(trainer.model_wrapped)
             if self._check(train_dataloader):
-                self._later = later
+                self._later = LaterChanges(trainer.model_wrapped)
 
     def on_step_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        """Look again with hooks that other callbacks have added since training began."""
+        """Look again at a model that other callbacks have changed since training began."""
         later, self._later = self._later, None
-        if later is not None and self._anywhere(later.are_of_user()):
-            with later.without_those_of_libraries():
-                self._check(train_dataloader, ", with the hooks of callbacks,")
+        if later is not None and self._anywhere(later.need_a_check()):
+            with later.without_hooks_of_libraries():
+                self._check(train_dataloader, ", with the changes of callbacks,")
 
     def _check(self, train_dataloader: Any, again: str = "") -> bool:
         """Verify the set-up, and say what was found. Returns whether it was verified. `again` are words, if training has begun."""

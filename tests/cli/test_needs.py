@@ -12,10 +12,10 @@ from common.sizes import SIZES
 from parameterized import parameterized
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
-from transformers_packed.cli import segments
+from transformers_packed.cli import needs
 from transformers_packed.cli.models import with_adapters
+from transformers_packed.cli.needs import chosen_checkpoints, longest_row
 from transformers_packed.cli.options import AUTO
-from transformers_packed.cli.segments import chosen_checkpoints, longest_row
 from transformers_packed.data.planning.memory import plan_sequence_parallel
 from transformers_packed.data.planning.segments import SMALLEST
 from transformers_packed.data.records.samples import Samples
@@ -55,8 +55,8 @@ def choose(available, dtype=torch.bfloat16, **changes):
     model = with_adapters(model, given) if given.lora else model
     memory = available and int(available * GIB)
     with (
-        mock.patch.object(segments, "_available", lambda device: memory),
-        mock.patch.object(segments, "say", lines.append),
+        mock.patch.object(needs, "_available", lambda device: memory),
+        mock.patch.object(needs, "say", lines.append),
     ):
         return chosen_checkpoints(model, Samples("text"), given, dtype, CPU), lines
 
@@ -88,7 +88,7 @@ class ChosenSegmentsTest(unittest.TestCase):
         on_gpu, on_host = (self.chosen(99, offload=offload)[1] for offload in (False, True))
         self.assertNotEqual(on_gpu, on_host)
         self.assertEqual(self.chosen(99, offload=None)[1], on_host)
-        with mock.patch.object(segments, "SMALLEST_UNASKED", 1 << 40):
+        with mock.patch.object(needs, "SMALLEST_UNASKED", 1 << 40):
             self.assertEqual(self.chosen(99, offload=None)[1], on_gpu)
 
     @parameterized.expand(
@@ -128,15 +128,15 @@ class ChosenSegmentsTest(unittest.TestCase):
         takes = {}
         for name, environment in (("one", {}), ("DDP", {}), ("FSDP2", {"ACCELERATE_USE_FSDP": "true"})):
             size = {"WORLD_SIZE": "1" if name == "one" else "2"}
-            joined = mock.patch.object(segments, "form_group")
+            joined = mock.patch.object(needs, "form_group")
             with joined as form_group, mock.patch.dict(os.environ, environment | size):
                 takes[name] = self.chosen(9999, lora=False)[1].partition("tokens: ")[2].partition(" whole")[0]
             form_group.assert_called_once()
-        needs = [
+        plans = [
             plan_sequence_parallel(CONFIG, 2**17, gpus, 9999, weights="float32", gradient_accumulation_steps=rows)
             for gpus, rows in ((1, 1), (1, 2), (2, 1))
         ]
-        self.assertEqual(list(takes.values()), [f"{need.options[1][1].total / GIB:.1f}" for need in needs])
+        self.assertEqual(list(takes.values()), [f"{plan.options[1][1].total / GIB:.1f}" for plan in plans])
         self.assertEqual(len(set(takes.values())), 3)
 
     def test_an_unknown_memory(self):
@@ -147,7 +147,7 @@ class ChosenSegmentsTest(unittest.TestCase):
         found, line = self.chosen(1, torch.float32)
         self.assertIsNone(found)
         self.assertIn("the memory of a step for computation in float32 is not known", line)
-        self.assertIsNone(segments._available(CPU))
+        self.assertIsNone(needs._available(CPU))
 
     def test_the_longest_row(self):
         samples = Samples("text", [{"input_ids": torch.arange(n)} for n in (5, 30, 8, 20)])
@@ -246,7 +246,7 @@ class ChosenLayersTest(unittest.TestCase):
         """Two processes that share a row need what the plan says of `P = 2`."""
         plan = plan_sequence_parallel(CONFIG, 2**17, 2, 9999, lora_rank=16).options[2]
         sharded = {"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2"}
-        alone = mock.patch.object(segments, "form_group", lambda settings: None)
+        alone = mock.patch.object(needs, "form_group", lambda settings: None)
         with alone, mock.patch.dict(os.environ, sharded):
             line = self.chosen(9999, sequence_parallel_size=2)[1]
         self.assertIn(f"tokens: {plan[0].total / GIB:,.1f} without", line)

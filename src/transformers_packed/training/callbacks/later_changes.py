@@ -1,0 +1,68 @@
+"""What callbacks change in a model when training begins, after the check before the first step or around it."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from inspect import getattr_static
+from typing import Any
+
+import torch
+
+from ...foreign import attention_of, experts_of, swapped
+from ...models.untouched import HOOKS, hooks_of
+from ..state import is_of_user
+
+
+class LaterChanges:
+    """What is different in a model from now on.
+
+    A check holds for the modules of a model and for what a call of each one runs: a `forward` of the class or of the
+    instance, a compiled call, hooks, and implementations that the configuration names. A parametrization is another class.
+
+    Hooks of libraries do not count. They watch, such as for metrics and logs, and must not see the rows of a check.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self._model, self._before = model, _calls_of(model)
+        self._hooks = [(x, {kind: set(vars(x)[kind]) for kind in HOOKS}) for x in model.modules()]
+
+    def need_a_check(self) -> bool:
+        """Whether a check of the model as it was does not hold for it now."""
+        return _calls_of(self._model) != self._before
+
+    @contextmanager
+    def without_hooks_of_libraries(self) -> Iterator[None]:
+        """Leave out those that modules have got since. A new module may need the ones that it brings."""
+        with ExitStack() as stack:
+            for module, before in self._hooks:
+                kept = {}
+                for kind, numbers in before.items():
+                    now = vars(module)[kind]
+                    kept[kind] = type(now)((at, x) for at, x in now.items() if at in numbers or _counts(x))
+                stack.enter_context(swapped(vars(module), **kept))
+            yield
+
+
+def _calls_of(model: torch.nn.Module) -> dict[torch.nn.Module, tuple]:
+    """What a call of each module runs."""
+    return {module: _call_of(module) for module in model.modules()}
+
+
+def _call_of(module: torch.nn.Module) -> tuple:
+    state, cls, config = vars(module), type(module), vars(module).get("config")
+    # `torch.jit` raises for the attribute of a class.
+    forwards = getattr_static(cls, "forward"), state.get("forward"), module._compiled_call_impl
+    inside, hooks = tuple(state["_modules"].items()), tuple(filter(_counts, hooks_of(module)))
+    return cls, *forwards, inside, hooks, attention_of(config), experts_of(config)
+
+
+def _counts(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    hook = getattr(hook, "__func__", hook)
+    # An object that can be called has the module of its class. Torch prunes and normalizes weights by hooks.
+    return is_of_user(hook.__module__) or hook.__module__.startswith("torch.nn.utils.")
