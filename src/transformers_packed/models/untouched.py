@@ -15,6 +15,9 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _GLOBAL_HOOKS = [getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS]
 # Modules of the functions that ZeRO-3 registers as hooks. The latter has the wrapper around some of them.
 _ZERO_3 = "deepspeed.runtime.zero.", "deepspeed.utils.nvtx"
+# The module of the hooks by which Transformers' forwards return outputs of layers. They stay registered after the first such
+# call and do nothing in other calls.
+_RECORDING = "transformers.utils.output_capturing"
 # Types of plain parameters. FSDP1's parameters are views of type `torch.Tensor`.
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
@@ -30,6 +33,11 @@ def hooks_of(module: torch.nn.Module) -> list:
         if hooks:
             found += hooks.values()
     return found
+
+
+def records_outputs(hook: Any) -> bool:
+    """Whether Transformers registered this hook in a forward, and needs it in later ones."""
+    return getattr(hook, "__module__", None) == _RECORDING
 
 
 def is_untouched(module: torch.nn.Module, *classes: type, parameters: tuple[type, ...] = _PLAIN) -> bool:

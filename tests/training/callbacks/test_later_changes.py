@@ -194,6 +194,18 @@ class LaterChangesTest(ConfigureTestCase):
         said(configure_packing, trainer, "padding_free")
         self.assertEqual(said(trainer.train)[0].count("Verified packing"), 1)
 
+    def test_outputs_that_a_forward_since_the_check_has_recorded(self):
+        def record(model):
+            model(input_ids=torch.ones(1, 4, dtype=torch.long), output_router_logits=True)
+
+        config = CONFIGS["qwen3_next_moe"]()
+        config.output_router_logits = True
+        trainer = self.trainer(AutoModelForCausalLM.from_config(config))
+        said(configure_packing, trainer, "padding_free")
+        for callback in (Changing(record), Hooking(double)):
+            trainer.add_callback(callback)
+        self.assertEqual(said(trainer.train)[0].count("Verified packing"), 2)
+
     def trained(self, **options):
         torch.manual_seed(0)
         trainer, callback = self.trainer(args={"max_steps": 2}), Hooking(double)

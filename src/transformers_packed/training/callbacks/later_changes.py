@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...foreign import attention_of, experts_of, swapped
-from ...models.untouched import HOOKS, hooks_of
+from ...models.untouched import HOOKS, hooks_of, records_outputs
 from ..state import is_of_user
 
 
@@ -19,7 +19,8 @@ class LaterChanges:
     A check holds for the modules of a model and for what a call of each one runs: a `forward` of the class or of the
     instance, a compiled call, hooks, and implementations that the configuration names. A parametrization is another class.
 
-    Hooks of libraries do not count. They watch, such as for metrics and logs, and must not see the rows of a check.
+    Hooks of libraries do not count. They watch, such as for metrics and logs, and must not see the rows of a check. Those
+    that a forward of Transformers has registered do not count either, but stay, because it registers them once.
 
     Args:
         model (`torch.nn.Module`):
@@ -42,7 +43,8 @@ class LaterChanges:
                 kept = {}
                 for kind, numbers in before.items():
                     now = vars(module)[kind]
-                    kept[kind] = type(now)((at, x) for at, x in now.items() if at in numbers or _counts(x))
+                    stay = (at for at, x in now.items() if at in numbers or _counts(x) or records_outputs(x))
+                    kept[kind] = type(now)((at, now[at]) for at in stay)
                 stack.enter_context(swapped(vars(module), **kept))
             yield
 
