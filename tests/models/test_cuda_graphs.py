@@ -822,6 +822,25 @@ class AttentionOutsideTest(RecordedTest):
             self.assertEqual(losses[0].item(), losses[1].item())
             self.assertEqual(RunsAgain.made, made)
 
+    def test_backwards_out_of_order_are_an_error(self):
+        """The backward of the first part may overwrite what the last one has saved."""
+        graphed, _ = self.models()
+        outputs = []
+
+        def cut(module, args, output):
+            outputs.append(output)
+            return output.detach().requires_grad_()
+
+        graphed.model.layers[1].register_forward_hook(cut)
+        loss = graphed(**row_of([20, 30])).loss
+        outputs[0].sum().backward()
+        with self.assertRaisesRegex(RuntimeError, "its activations are gone"):
+            loss.backward()
+        # In the order of the layers from the last one.
+        loss = graphed(**row_of([20, 30])).loss
+        loss.backward()
+        outputs[1].sum().backward()
+
     def test_copies(self):
         graphed, _ = self.models()
         for other in (copy.deepcopy(graphed), pickle.loads(pickle.dumps(graphed))):

@@ -20,8 +20,8 @@ class Use:
     """One forward of the graphs of a row. No other forward may overwrite its activations until its backward has finished."""
 
     def __init__(self):
-        # The recordings whose backward has not run yet.
-        self.left: set[RecordedLayers] = set()
+        # The recordings whose backward has not run yet, in the order of their forwards.
+        self.left: list[RecordedLayers] = []
 
 
 class RecordedRow:
@@ -189,7 +189,7 @@ class RecordedLayers:
     def run(self, use: Use, hidden_states: torch.Tensor) -> torch.Tensor:
         """Apply the layers to a row whose boundaries [`RecordedRow.fill`] has copied, as one node of autograd."""
         if self.trained:
-            use.left.add(self)
+            use.left.append(self)
         return _Replay.apply(self, use, hidden_states, *self._parameters)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -280,7 +280,8 @@ class _Replay(torch.autograd.Function):
                 "after backward."
             )
         gradients = ctx.graph.backward(d_output)
-        ctx.use.left.remove(ctx.graph)
+        # Later ones should have run theirs before. This one may have overwritten their activations.
+        del ctx.use.left[ctx.use.left.index(ctx.graph) :]
         if not ctx.graph.has_trained_input:
             return None, None, None, *gradients
         d_hidden_states, *others = gradients
