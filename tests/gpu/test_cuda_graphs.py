@@ -214,6 +214,25 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         self.assertLess(short[0], 1e-3)
         self.assertLess(max(full[1], short[1]), 1e-2)
 
+    @parameterized.expand([("a hook",), ("a change",)])
+    def test_a_part_without_its_graph(self, kind):
+        """The others run in the memory that all recordings share."""
+        layers = {"num_hidden_layers": 6, "layer_types": ["linear_attention", "full_attention"] * 3}
+        plain = model_on_gpu("qwen3_5", **layers)
+        graphed = use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH, attention=False)
+        self.compare(graphed, plain, FULL.values())
+        for model in (graphed, plain):
+            mlp = model.model.layers[2].mlp
+            if kind == "a hook":
+                mlp.register_forward_hook(lambda *args: 2 * args[-1])
+            else:
+                mlp.up_proj.weight.data = 2 * mlp.up_proj.weight.data
+        for number, lengths in enumerate([*FULL.values(), *SHORT.values()]):
+            (a, found), (b, expected) = (self.step(model, row_on_gpu(lengths)) for model in (graphed, plain))
+            self.assertLess(abs(a - b) / b, 1e-3, number)
+            self.assertLess(total_relative_error(found, expected), 1e-2, number)
+        self.assertEqual((len(self.warnings), graphs_of(graphed)), (1 if kind == "a change" else 6, 2))
+
     def test_load_of_experts(self):
         """Graphs count the choices of real tokens, but neither padding nor the forwards before a recording."""
         rows, totals = [*FULL.values(), *SHORT.values(), *FULL.values()], []

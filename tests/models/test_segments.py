@@ -20,7 +20,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from transformers_packed import SequenceBoundaries, add_mtp, batch_invariant, patch_model
 from transformers_packed.models import padding, segments
-from transformers_packed.models.cuda_graphs import _reason_against_checkpointing
+from transformers_packed.models.inspections import reason_against_checkpointing
 from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.versions import can_cut_rows
 from transformers_packed.ops import causal_conv1d_qkv, earlier_keys, implementations_used, offload
@@ -378,4 +378,4 @@ class SegmentsTest(unittest.TestCase):
 
     def test_graphs_are_not_recorded(self):
         model = segmented(patch_model(builtin_model("qwen3_5")))
-        self.assertIn("cuts rows", _reason_against_checkpointing(model.model.layers))
+        self.assertIn("cuts rows", reason_against_checkpointing(model.model.layers))

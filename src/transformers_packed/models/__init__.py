@@ -6,7 +6,7 @@
   only file that names private parts of other libraries, `versions.py` adapts to their releases, and `installed.py` lists
   what changes in them while a model needs it.
 * A forward: `inputs.py` (what the call is), `masks.py`, `padding.py`, `vision.py`, `trunk_row.py`, `outputs.py`,
-  `losses/`, `trl_head.py`, and `cuda_graphs.py` with `recordings.py`.
+  `losses/`, `trl_head.py`, and `cuda_graphs.py` with `inspections.py` and `recordings.py`.
 * Linear layers: `projections.py` decides whether an op computes a layer, and `untouched.py` whether a fused op may stand
   for a module. `lora.py`, `adapters.py`, `quantization.py`, `quantized_weights.py`, `experts_quantizer.py`, `float8.py`,
   `float8_marks.py` and `experts.py` know a kind of weight each.

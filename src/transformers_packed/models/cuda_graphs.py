@@ -11,31 +11,22 @@ A graph computes the same results as the layers. Embedding, final norm, head and
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, groupby
-from operator import is_
+from itertools import groupby
 from typing import Any
 
 import torch
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
 from ..boundaries import WHOLE, SequenceBoundaries
 from ..errors import input_error
 from ..foreign import attention_of, swapped
-from ..ops.autograd import autocast_dtype, saved_tensor_hooks
+from ..ops.autograd import autocast_dtype
 from ..ops.invariance import is_batch_invariant
-from ..ops.offload import HostCheckpoints
-from .checkpointing import keep_long_attention
-from .experts import isolates
 from .families import OWN, families_of, titles
 from .family import Family, Own
-from .host_parameters import host_of
-from .quantized_weights import has_parts, tensors_of
+from .inspections import InspectedLayers, are_same
 from .recordings import RecordedLayers, RecordedRow, Use, is_on_gpu, new_place, same_counts
-from .releases import checkpoint_of
 from .replacements import Model
-from .untouched import hooks_of
 
 
 logger = logging.get_logger(__name__)
@@ -44,13 +35,6 @@ _CALL = "use_cuda_graphs"
 # A graph supports fewer than 8, 32, 128, ... documents, which limits the number of graphs.
 _FEWEST_SLOTS, _MORE_SLOTS = 8, 4
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
-# Attributes whose changes the graphs see in another way, and types of values that layers read from Python.
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
-_PLAIN = (bool, int, float, str)
-_WEIGHTS = (torch.nn.Parameter, torch.Tensor)
-# The module of the hooks that record layer outputs in Transformers. They stay registered after the first such call and
-# do nothing in other calls.
-_RECORDING = "transformers.utils.output_capturing"
 
 
 def use_cuda_graphs(model: Model, max_length: int, *, attention: bool = True) -> Model:
@@ -61,10 +45,10 @@ def use_cuda_graphs(model: Model, max_length: int, *, attention: bool = True) ->
     of each kind. The graphs keep the memory of one row, which all of them share: its saved activations and the gradients
     of the layers.
 
-    A forward that cannot use a graph runs without it, and the log gives the reason once. Examples are a longer row, a
-    layer with hooks, and a second forward before the first backward. Graphs are recorded again if parameters, modes or
-    settings of the layers change, such as a dropout rate. With gradient checkpointing, their backward computes the
-    layers again.
+    What cannot use a graph runs without it, and the log gives the reason once. Examples are a longer row, a second forward
+    before the first backward, and a layer with hooks, together with the layers of its graph. Graphs are recorded again if
+    parameters, modes or settings of the layers change, such as a dropout rate. With gradient checkpointing, their
+    backward computes the layers again.
 
     Args:
         model (`PreTrainedModel`):
@@ -74,7 +58,8 @@ def use_cuda_graphs(model: Model, max_length: int, *, attention: bool = True) ->
             The length in tokens of the longest row that uses a graph. Must be a multiple of 64.
         attention (`bool`, *optional*, defaults to `True`):
             Whether layers of softmax attention are recorded too. On long rows, `False` is faster if the host can launch
-            these layers in time: a graph does not know the documents' lengths, by which attention chooses kernels.
+            these layers in time: a graph does not know the documents' lengths, by which attention chooses kernels. The
+            layers between have graphs of their own, and those of attention may have hooks.
 
     Returns:
         `torch.nn.Module`: the same model. `use_cuda_graphs(model, 0)` disables graphs and frees their memory.
@@ -202,49 +187,40 @@ class _AllLayers(torch.nn.Module):
 
     graphs: "LayerGraphs"
     text: Any
-    layers: torch.nn.ModuleList
+    layers: list[torch.nn.Module]
     boundaries: SequenceBoundaries
 
     def __init__(self, graphs: "LayerGraphs", text: Any, boundaries: SequenceBoundaries):
         super().__init__()
         # Not registered as submodules, because they need no setup.
-        layers = _layers_of(text)
-        vars(self).update(graphs=graphs, text=text, layers=layers, boundaries=boundaries)
+        vars(self).update(graphs=graphs, text=text, layers=_layers_of(text), boundaries=boundaries)
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         if options.get("position_embeddings") is None and getattr(self.text, "rotary_emb", None) is not None:
             # OLMo-Hybrid passes them to layers of attention alone, and these options are those of the first layer.
             embeddings = self.text.rotary_emb(hidden_states, options["position_ids"])
             options["position_embeddings"] = embeddings
-        # Walking through the modules takes the host a millisecond.
-        modules = list(self.layers.modules())
-        reasons = self.graphs.reasons_against(hidden_states, self.boundaries)
-        reason = _first(chain(reasons, _reasons_of_layers(self.layers, modules, hidden_states)))
-        if not reason:
-            self.graphs.follow(modules)
-            attention = attention_of(self.text.config)
-            return self.graphs.run(self.layers, attention, hidden_states, self.boundaries, options)
-        _warn(reason)
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, **options)
-        return hidden_states
-
-
-# Layers of a recording, or one that runs outside.
-_Part = RecordedLayers | torch.nn.Module
+        attention = attention_of(self.text.config)
+        return self.graphs.run(self.layers, attention, hidden_states, self.boundaries, options)
 
 
 class LayerGraphs:
-    """The graphs of one model's layers, keyed by the properties of their inputs. All graphs share one memory pool."""
+    """The graphs of one model's layers, keyed by the properties of their inputs. All graphs share one memory pool.
+
+    A part of the layers runs as its graph if nothing speaks against it at the moment of its launch. The host inspects its
+    modules only then, while the GPU computes the parts before.
+    """
 
     def __init__(self, max_length: int, attention: bool = True):
         self.max_length, self.attention = max_length, attention
-        self._graphs: dict[tuple, tuple[RecordedRow, list[_Part]]] = {}
+        # Consecutive layers, and by their numbers: their recordings, and what these were made for. Parts that run outside
+        # of graphs have none.
+        self._parts: list[list[torch.nn.Module]] = []
+        self._graphs: dict[tuple, tuple[RecordedRow, dict[int, RecordedLayers]]] = {}
+        self._made_for: dict[int, InspectedLayers] = {}
+        # By key and number, the kind of an input that a recording did not take. Layers outside and hooks may change it.
+        self._inputs: dict[tuple[tuple, int], torch.Tensor] = {}
         self._buffers: dict[tuple, torch.Tensor] = {}
-        self._parameters: list[torch.nn.Parameter] = []
-        self._made_for: list = []
-        self._parts: list[object] = []
-        self._settings: list[tuple[dict, str, Any]] = []
         self._place: tuple | None = None
         self._last: Callable[[], Use | None] = lambda: None
 
@@ -262,35 +238,19 @@ class LayerGraphs:
         last = self._last()
         yield last is not None and bool(last.left), "the backward of an earlier row has not run yet"
 
-    def follow(self, modules: list[torch.nn.Module]) -> None:
-        """Forget all graphs if they read old addresses, or ran the layers in their old modes and settings."""
-        parameters = [x for module in modules for x in module._parameters.values() if x is not None]
-        made_for = _state_of(modules, parameters)
-        # Recordings return gradients to these parameters, and modules outside of them run themselves. The list of layers
-        # is a new one in each forward.
-        parts: list[object] = [*modules[1:], *parameters]
-        same = made_for == self._made_for and len(parts) == len(self._parts) and all(map(is_, parts, self._parts))
-        # Layers may share parameters.
-        self._parameters = list(dict.fromkeys(x for x in parameters if x.requires_grad))
-        if same and all(where.get(name) == value for where, name, value in self._settings):
-            return
-        if self._graphs:
-            logger.warning_once(
-                f"{_CALL}: recording the graphs again because parameters, modes or settings of the layers have changed."
-            )
-        self._graphs, self._buffers, self._place = {}, {}, None
-        self._made_for, self._parts = made_for, parts
-        self._settings = list(_settings(modules))
-
     def run(
         self,
-        layers: torch.nn.ModuleList,
+        layers: list[torch.nn.Module],
         attention: str,
         hidden_states: torch.Tensor,
         boundaries: SequenceBoundaries,
         options: dict[str, Any],
     ) -> torch.Tensor:
         """Apply the layers to hidden states `[1, T, hidden]`. `options` are the arguments of a layer."""
+        reason = _first(self.reasons_against(hidden_states, boundaries))
+        if reason:
+            _warn(reason)
+            return _run(layers, hidden_states, options)
         slots = _slots(boundaries.num_documents)
         cast = autocast_dtype(hidden_states)
         # Some families have none.
@@ -298,55 +258,110 @@ class LayerGraphs:
         kernels = attention, cast, is_batch_invariant()
         inputs = hidden_states, *(positions or ())
         key = (slots, *kernels, *((x.shape[2:], x.dtype, x.requires_grad) for x in inputs))
-        if key not in self._graphs:
+        if not are_same(layers, [layer for part in self._parts for layer in part]):
+            self._forget()
+            self._inputs = {}
+        is_new = key not in self._graphs
+        if is_new:
+            reason = self._prepare(layers, hidden_states)
+            if reason:
+                _warn(reason)
+                return _run(layers, hidden_states, options)
             logger.info(f"{_CALL}: recording a graph for rows of up to {slots - 2} documents.")
             row = RecordedRow(positions, self.max_length, slots, cast, hidden_states.device, self._buffers)
             with same_counts(layers):
-                self._graphs[key] = row, self._record(layers, row, hidden_states)
-        row, parts = self._graphs[key]
+                self._graphs[key] = row, self._record(key, row, hidden_states)
+        row, recordings = self._graphs[key]
         row.fill(positions, boundaries)
         use = Use()
         self._last = weakref.ref(use)
-        for part in parts:
-            if isinstance(part, RecordedLayers):
-                hidden_states = part.run(use, hidden_states)
+        for number, part in enumerate(self._parts):
+            # None is left after a part that has changed.
+            recording = recordings.get(number) if self._graphs else None
+            if recording is not None and self._is_ready(key, number, hidden_states, is_new):
+                hidden_states = recording.run(use, hidden_states)
+            elif number == 0 and not self._graphs:
+                # Nothing has run yet, so this row is recorded again.
+                return self.run(layers, attention, hidden_states, boundaries, options)
             else:
-                hidden_states = part(hidden_states, **options)
+                hidden_states = _run(part, hidden_states, options)
         return hidden_states
 
-    def _record(self, layers: torch.nn.ModuleList, row: RecordedRow, like: torch.Tensor) -> "list[_Part]":
-        """Record the layers, but return those of attention as they are if they run outside of graphs."""
-        self._place = self._place or new_place()
-        parts: list[_Part] = []
-        trained = like.requires_grad
+    def _prepare(self, layers: list[torch.nn.Module], hidden_states: torch.Tensor) -> str:
+        """Inspect all layers that a new row records, and forget graphs of others. Return why none can be recorded."""
+        parts: list[list[torch.nn.Module]] = []
+        made_for = {}
         for outside, run in groupby(layers, lambda layer: not self.attention and _has_attention(layer)):
-            span = list(run)
+            parts.append(list(run))
             if outside:
-                parts += span
-            else:
-                recording = RecordedLayers(span, self._parameters, row, len(parts), like, trained)
-                parts.append(recording)
-                like = recording.output
-            trained = trained or any(x.requires_grad for layer in span for x in layer.parameters())
-        recorded = [part for part in parts if isinstance(part, RecordedLayers)]
-        for part in recorded:
-            part.record_forward(self._place)
-        for part in reversed(recorded):
-            part.record_backward(self._place)
-        for part in recorded:
-            part.finish()
-        return parts
+                continue
+            made_for[len(parts) - 1] = now = InspectedLayers(parts[-1], hidden_states.device)
+            if now.reason:
+                return now.reason
+        if not hidden_states.requires_grad and not _train(layers):
+            return "neither the layers nor their input require gradients"
+        before = self._made_for
+        if before.keys() != made_for.keys() or not all(before[n].are_still(now) for n, now in made_for.items()):
+            self._forget()
+        for now in made_for.values():
+            now.remember_settings()
+        self._parts, self._made_for = parts, made_for
+        return ""
+
+    def _is_ready(self, key: tuple, number: int, hidden_states: torch.Tensor, is_new: bool) -> bool:
+        """Whether a part can run as its graph now. Forget all graphs if it has changed, or the kind of its input."""
+        # The key has the kind of the first one.
+        changed = number > 0 and not self._graphs[key][1][number].takes(hidden_states)
+        if changed:
+            like = hidden_states[:, :0]
+            self._inputs[key, number] = torch.empty_like(like, requires_grad=like.requires_grad)
+        elif not is_new:
+            now = InspectedLayers(self._parts[number], hidden_states.device)
+            if now.reason:
+                _warn(now.reason)
+                return False
+            changed = not self._made_for[number].are_still(now)
+        if changed:
+            self._forget()
+        return not changed
+
+    def _forget(self) -> None:
+        """Forget all graphs. Those of a row whose backward has not run yet stay with it, and so does their memory."""
+        if self._graphs:
+            logger.warning_once(
+                f"{_CALL}: recording the graphs again because parameters, modes or settings of the layers have changed."
+            )
+        self._graphs, self._buffers, self._place = {}, {}, None
+
+    def _record(self, key: tuple, row: RecordedRow, like: torch.Tensor) -> dict[int, RecordedLayers]:
+        """Record the parts but those outside of graphs, from an input `like` this one."""
+        self._place = self._place or new_place()
+        recordings = {}
+        trained = False
+        for number, layers in enumerate(self._parts):
+            if number in self._made_for:
+                like = self._inputs.get((key, number), like)
+                trained = trained or like.requires_grad
+                recordings[number] = RecordedLayers(layers, row, number, like, trained)
+                like = recordings[number].output
+            trained = trained or _train(layers)
+        recorded = list(recordings.values())
+        for recording in recorded:
+            recording.record_forward(self._place)
+        for recording in reversed(recorded):
+            recording.record_backward(self._place)
+        for recording in recorded:
+            recording.finish()
+        return recordings
 
 
 def reason_of_layers(text: Any, device: torch.device) -> str:
     """Return why the layers of a text model cannot run as graphs on a GPU in training, or an empty string."""
-    layers = _layers_of(text)
-    inputs = torch.empty(0, device=device, requires_grad=True)
-    return _first(_reasons_of_layers(layers, list(layers.modules()), inputs))
+    return InspectedLayers(_layers_of(text), torch.empty(0, device=device).device).reason
 
 
-def _layers_of(text: Any) -> torch.nn.ModuleList:
-    return text.layers[: text.config.num_hidden_layers]
+def _layers_of(text: Any) -> list[torch.nn.Module]:
+    return list(text.layers)[: text.config.num_hidden_layers]
 
 
 def _has_attention(layer: torch.nn.Module) -> bool:
@@ -355,84 +370,15 @@ def _has_attention(layer: torch.nn.Module) -> bool:
     return mixer is not None and not hasattr(mixer, "rule")
 
 
-def _state_of(modules: list[torch.nn.Module], parameters: list[torch.nn.Parameter]) -> list[Any]:
-    """Return the modes of modules, and where graphs read their parameters and buffers."""
-    buffers = [x for module in modules for x in module._buffers.values() if x is not None]
-    # torch looks for a missing attribute of a module in three more places.
-    modes: list[Any] = [(module.training, vars(module).get("gradient_checkpointing", False)) for module in modules]
-    return modes + _places(parameters) + [x.data_ptr() for x in buffers]
+def _train(layers: Iterable[torch.nn.Module]) -> bool:
+    return any(x.requires_grad for layer in layers for x in layer.parameters())
 
 
-def _places(parameters: Iterable[torch.Tensor]) -> list[tuple[int, torch.dtype, bool]]:
-    """List where graphs read the parameters, or the tensors that hold them in fewer bits."""
-    return [(x.data_ptr(), x.dtype, x.requires_grad) for parameter in parameters for x in tensors_of(parameter)]
+def _run(layers: Iterable[torch.nn.Module], hidden_states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    for layer in layers:
+        hidden_states = layer(hidden_states, **options)
+    return hidden_states
 
 
 def _first(reasons: Iterator[tuple[bool, str]]) -> str:
     return next((reason for holds, reason in reasons if holds), "")
-
-
-def _reasons_of_layers(
-    layers: torch.nn.ModuleList, modules: list[torch.nn.Module], hidden_states: torch.Tensor
-) -> Iterator[tuple[bool, str]]:
-    """Yield why layers cannot run as a graph, each with whether it holds."""
-    reason = _reason_against_checkpointing(layers)
-    yield bool(reason), reason
-    yield saved_tensor_hooks() is not None, "a saved-tensor hook is active"
-    isolated = all(isolates(layer.mlp.experts) for layer in layers if hasattr(layer.mlp, "experts"))
-    yield not isolated, "the kernels of the experts depend on the routing"
-    trained = hidden_states.requires_grad
-    for module in modules:
-        if host_of(module) is not None:
-            yield True, "weights are in host memory"
-        if _is_hooked(module):
-            yield True, f"a {type(module).__name__} is hooked, wrapped or compiled"
-        for parameter in module._parameters.values():
-            if parameter is None:
-                continue
-            known = type(parameter) in _WEIGHTS or has_parts(parameter)
-            if not known or parameter.device != hidden_states.device:
-                yield True, f"the layers have a {type(parameter).__name__} on {parameter.device}"
-            trained = trained or parameter.requires_grad
-    yield not trained, "neither the layers nor their input require gradients"
-
-
-def _settings(modules: list[torch.nn.Module]) -> Iterator[tuple[dict, str, Any]]:
-    """Yield the Python values that layers may read, such as a dropout rate, each with its dictionary and name."""
-    for module in modules:
-        for name, value in vars(module).items():
-            if name in _OF_EVERY_MODULE:
-                continue
-            if isinstance(value, _PLAIN):
-                yield vars(module), name, value
-            elif type(value) is dict:
-                # PEFT's adapters have dictionaries of scales and dropout rates.
-                yield from ((value, key, one) for key, one in value.items() if isinstance(one, _PLAIN))
-
-
-def _reason_against_checkpointing(layers: Iterable[torch.nn.Module]) -> str:
-    """Return why a graph would not compute layers again as their checkpointing does, or an empty string."""
-    for layer in layers:
-        if not layer.gradient_checkpointing:
-            continue
-        function: Any = checkpoint_of(layer)
-        while _automatic(function):
-            # A graph keeps inputs of layers in its own memory.
-            function = function.args[-1]
-        options = getattr(function, "keywords", {})
-        if getattr(function, "func", function) is not checkpoint or "context_fn" in options:
-            return "gradient checkpointing offloads or selects what it saves, or cuts rows"
-        if any(isinstance(module, _DropoutNd) and module.p and module.training for module in layer.modules()):
-            return "gradient checkpointing would have to repeat the dropout of its layers"
-    return ""
-
-
-def _automatic(function: Any) -> bool:
-    run = getattr(function, "func", None)
-    return run is keep_long_attention or (isinstance(run, HostCheckpoints) and run.automatic)
-
-
-def _is_hooked(module: torch.nn.Module) -> bool:
-    if "forward" in vars(module) or module._compiled_call_impl is not None:
-        return True
-    return any(getattr(hook, "__module__", None) != _RECORDING for hook in hooks_of(module))

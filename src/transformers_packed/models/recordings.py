@@ -20,8 +20,8 @@ class Use:
     """One forward of the graphs of a row. No other forward may overwrite its activations until its backward has finished."""
 
     def __init__(self):
-        # The recordings whose backward has not run yet.
-        self.left: set[RecordedLayers] = set()
+        # The recordings whose backward has not run yet, in the order of their forwards.
+        self.left: list[RecordedLayers] = []
 
 
 class RecordedRow:
@@ -34,7 +34,7 @@ class RecordedRow:
         self.position_embeddings: list[torch.Tensor] | None = None
         if position_embeddings is not None:
             self.position_embeddings = [x.new_zeros(x.shape[0], max_length, *x.shape[2:]) for x in position_embeddings]
-        self.max_length = max_length
+        self.max_length, self.length = max_length, 0
         self.cu_seqlens = torch.full((slots + 1,), max_length, dtype=torch.int32, device=device)
         self.cu_seqlens[0] = 0
         # Without the cache, so the graph does not keep reading weights that were cast before the recording.
@@ -42,6 +42,7 @@ class RecordedRow:
         self._buffers: dict[tuple, torch.Tensor] = buffers
 
     def fill(self, position_embeddings: Iterable[torch.Tensor] | None, boundaries: SequenceBoundaries) -> None:
+        self.length = boundaries.total_length
         for mine, given in zip(self.position_embeddings or (), position_embeddings or (), strict=True):
             mine[:, : given.shape[1]].copy_(given)
         ends = boundaries.cu_seqlens
@@ -69,16 +70,18 @@ class RecordedRow:
 class RecordedLayers:
     """The recordings of one forward and one backward of consecutive layers of a [`RecordedRow`].
 
-    Recordings with one memory pool have to run in the order in which they were made.
+    Recordings with one memory pool have to run in the order in which they were made: each writes only to memory that no
+    earlier one still needs. A row may leave out some of them, and less is written.
     """
 
-    def __init__(self, layers, parameters, row, number, like, trained):
+    def __init__(self, layers, row, number, like, trained):
         """Run each layer a few times, on rows `like` this one, which requires gradients if `trained`.
 
         `number` is the place in the row.
         """
-        own = {parameter for layer in layers for parameter in layer.parameters()}
-        self._parameters = [parameter for parameter in parameters if parameter in own]
+        # Layers may share parameters.
+        parameters = (parameter for layer in layers for parameter in layer.parameters())
+        self._parameters = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
         self._row, self._layers = row, layers
         self._input = row.buffer(f"input {number}", like).detach().requires_grad_(trained)
         self._segments = list(_segments(layers))
@@ -177,10 +180,16 @@ class RecordedLayers:
                 x = torch.func.functional_call(layer, own, (x,), self._options)
         return x
 
+    def takes(self, hidden_states: torch.Tensor) -> bool:
+        """Whether hidden states of the row are of the kind that was recorded. They may have no gradients."""
+        shape = self._input.shape[0], self._row.length, *self._input.shape[2:]
+        same = hidden_states.shape == shape and hidden_states.dtype == self._input.dtype
+        return same and (self.has_trained_input or not hidden_states.requires_grad)
+
     def run(self, use: Use, hidden_states: torch.Tensor) -> torch.Tensor:
         """Apply the layers to a row whose boundaries [`RecordedRow.fill`] has copied, as one node of autograd."""
         if self.trained:
-            use.left.add(self)
+            use.left.append(self)
         return _Replay.apply(self, use, hidden_states, *self._parameters)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -271,7 +280,8 @@ class _Replay(torch.autograd.Function):
                 "after backward."
             )
         gradients = ctx.graph.backward(d_output)
-        ctx.use.left.remove(ctx.graph)
+        # Later ones should have run theirs before. This one may have overwritten their activations.
+        del ctx.use.left[ctx.use.left.index(ctx.graph) :]
         if not ctx.graph.has_trained_input:
             return None, None, None, *gradients
         d_hidden_states, *others = gradients
