@@ -15,16 +15,13 @@ from .experts import isolates
 from .host_parameters import host_of
 from .quantized_weights import has_parts, tensors_of
 from .releases import checkpoint_of
-from .untouched import hooks_of
+from .untouched import hooks_of, records_outputs
 
 
 # Attributes whose changes are seen in another way, and types of values that layers read from Python.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, str)
 _WEIGHTS = (torch.nn.Parameter, torch.Tensor)
-# The module of the hooks that record layer outputs in Transformers. They stay registered after the first such call and
-# do nothing in other calls.
-_RECORDING = "transformers.utils.output_capturing"
 
 
 class InspectedLayers:
@@ -144,5 +141,4 @@ def _settings(module: torch.nn.Module) -> Iterator[tuple[dict, str, Any]]:
 def _is_hooked(module: torch.nn.Module) -> bool:
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         return True
-    hooks = hooks_of(module)
-    return bool(hooks) and any(getattr(hook, "__module__", None) != _RECORDING for hook in hooks)
+    return not all(map(records_outputs, hooks_of(module)))
