@@ -67,17 +67,20 @@ def enable_checkpointing(model, step, inputs=True):
 
 
 def count_calls(model):
-    """Return a list that counts the calls of each layer. A subclass counts, because graphs refuse hooks."""
+    """Return lists that count the calls of each layer, and those that end. A subclass counts, because graphs refuse hooks."""
     calls = [0] * len(model.model.layers)
+    ends = [*calls]
     for number, layer in enumerate(model.model.layers):
 
         class Counted(type(layer)):
             def __call__(self, *args, number=number, **kwargs):
                 calls[number] += 1
-                return super().__call__(*args, **kwargs)
+                output = super().__call__(*args, **kwargs)
+                ends[number] += 1
+                return output
 
         layer.__class__ = Counted
-    return calls
+    return calls, ends
 
 
 def change_mode(model, training):
@@ -370,17 +373,18 @@ class CudaGraphsTest(RecordedTest):
 
     @parameterized.expand([("qwen3_5", 1), ("qwen3_5_moe", 2)])
     def test_checkpointing(self, name, step):
-        """The backward computes the layers again, and the graphs save nothing else of them."""
+        """The backward computes the layers again but for the last product, and the graphs save nothing else of them."""
         graphed, plain = models_of(name)
         enable_checkpointing(graphed, step)
-        calls = count_calls(graphed)
+        calls, ends = count_calls(graphed)
         rows = [row_of(ROWS[lengths]) for lengths in ("several", "seven")]
         for row in rows:
             self.assert_same_step(graphed, plain, row)
         self.assertEqual((RunsAgain.made, RunsAgain.replayed, self.warnings), (4, 2 * len(rows), []))
-        # Two warm-ups and a recording for each of two graphs, and the rows. Checkpointed layers run twice each time.
-        runs = 2 * 3 + len(rows)
-        self.assertEqual(calls, [2 * runs, 2 * runs if step == 1 else runs] * 2)
+        # Two warm-ups and a recording for each of two graphs, and the rows.
+        runs, again = 2 * 3 + len(rows), 2 + len(rows)
+        self.assertEqual(ends, [runs] * 4)
+        self.assertEqual(calls, [runs + again, runs + again * (step == 1)] * 2)
         switches = [layer.gradient_checkpointing for layer in graphed.model.layers]
         self.assertEqual(switches, [True, step == 1] * 2)
 
@@ -581,7 +585,7 @@ class AttentionOutsideTest(RecordedTest):
     def test_computes_what_the_layers_do(self):
         graphed, plain = self.models()
         rows = [row_of(lengths) for lengths in ROWS.values()]
-        calls = count_calls(graphed)
+        calls, _ = count_calls(graphed)
         for row in rows:
             self.assert_same_step(graphed, plain, row)
         self.assertEqual((RunsAgain.made, RunsAgain.replayed, self.warnings), (3 * 4, 4 * len(rows), []))
@@ -594,7 +598,7 @@ class AttentionOutsideTest(RecordedTest):
     def test_of_other_families(self, name):
         """Kimi-Linear has one name for layers of attention and those of its delta rule."""
         graphed, plain = models_of(name, attention=False)
-        calls = count_calls(graphed)
+        calls, _ = count_calls(graphed)
         self.assertAlmostEqual(cuda_graphs.share_of_attention(graphed), 1 / 3)
         for lengths in ("several", "full"):
             self.assert_same_step(graphed, plain, row_of(ROWS[lengths]))
@@ -604,11 +608,11 @@ class AttentionOutsideTest(RecordedTest):
     def test_checkpointing(self):
         graphed, plain = self.models()
         enable_checkpointing(graphed, 1)
-        calls = count_calls(graphed)
+        calls, _ = count_calls(graphed)
         rows = [row_of(ROWS[lengths]) for lengths in ("several", "seven")]
         for row in rows:
             self.assert_same_step(graphed, plain, row)
-        recorded = 2 * (2 * 3 + len(rows))
+        recorded = 2 * 4 + 2 * len(rows)
         # Outside, torch's checkpoint calls what is inside of the counted call again.
         self.assertEqual(calls, [recorded, len(rows), recorded, recorded])
         self.assertEqual(self.warnings, [])

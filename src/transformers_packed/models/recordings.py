@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ..boundaries import SequenceBoundaries
 from ..device_boundaries import DeviceBoundaries
@@ -123,12 +124,8 @@ class RecordedLayers:
     def _warm_up(self) -> torch.Tensor:
         """Run forward and backward of one layer after the other, in the memory of one. Return the tensor for their output."""
         x, self._options = self._input, self._row.options()
-        for layers, again in self._segments:
+        for layers, _ in self._segments:
             for layer in layers:
-                if again:
-                    # Kernels that save nothing may be others.
-                    with torch.no_grad():
-                        self._run([layer], x)
                 output = self._run([layer], x)
                 # Trained parameters may be unused.
                 if output.requires_grad:
@@ -143,9 +140,8 @@ class RecordedLayers:
         self._saved = []
         for layers, again in self._segments:
             trained = self._trained_in(layers)
-            with torch.set_grad_enabled(not again):
-                output = self._run(layers, x)
-            self._saved.append((layers, trained, x, None if again else output))
+            output = self._run_again(layers, x) if again else self._run(layers, x)
+            self._saved.append((trained, x, output))
             x = output.detach().requires_grad_(bool(_leaves(x, trained)))
         return [self._row.buffer("output", x).copy_(x.detach())]
 
@@ -155,11 +151,8 @@ class RecordedLayers:
         gradient: torch.Tensor | None = self._d_output
         # What one segment is done with, the next one's memory can have.
         while self._saved:
-            layers, trained, x, output = self._saved.pop()
+            trained, x, output = self._saved.pop()
             leaves = _leaves(x, trained)
-            if not leaves:
-                break
-            output = self._run(layers, x) if output is None else output
             if not output.requires_grad:
                 break
             for leaf, new in zip(leaves, _gradients(output, leaves, gradient), strict=True):
@@ -179,6 +172,10 @@ class RecordedLayers:
                 own = {name: self._stand_ins[parameter] for name, parameter in layer.named_parameters()}
                 x = torch.func.functional_call(layer, own, (x,), self._options)
         return x
+
+    def _run_again(self, layers: list[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
+        """Run layers that the backward computes again, up to the last tensor that it needs. They have no dropout."""
+        return checkpoint(self._run, layers, x, use_reentrant=False, preserve_rng_state=False)
 
     def takes(self, hidden_states: torch.Tensor) -> bool:
         """Whether hidden states of the row are of the kind that was recorded. They may have no gradients."""
