@@ -539,6 +539,8 @@ class TrainerTest(GivenGpuTest):
             trainer = mock.Mock(args=mock.Mock(max_length=None), _train_batch_size=2)
             self.assertIsNone(callback.usual_rows(trainer, unknown, packed))
 
-    @parameterized.expand([(1, 1, [1]), (1, 6, [1]), (1, 7, [1, 7]), (3, 200, [3, 7, 31, 127]), (9, 40, [9, 31])])
+    @parameterized.expand(
+        [(1, 1, [1]), (1, 6, [1]), (1, 7, [1, 7]), (3, 200, [3, 7, 15, 31, 63, 127]), (9, 40, [9, 15, 31])]
+    )
     def test_documents_of_graphs(self, fewest, most, expected):
         self.assertEqual(cuda_graphs.documents_of_graphs(fewest, most), expected)

@@ -102,12 +102,12 @@ class RowsTest(unittest.TestCase):
         self.assertTrue(min(totals) <= 128)
 
     def test_each_graph_has_a_row(self):
-        """Graphs serve fewer than 8, 32, 128, 512 slots: one for each document, one for padding, and an empty one."""
+        """Graphs serve fewer than 8, 16, 32, ... slots: one for each document, one for padding, and an empty one."""
 
         def slots(documents):
-            return next(x for x in (8, 32, 128, 512, 2048) if x >= documents + 2)
+            return next(x for x in (8, 16, 32, 64, 128, 256, 512, 1024) if x >= documents + 2)
 
-        for most in (1, 6, 7, 30, 31, 126, 127, 200, 510, 511):
+        for most in (1, 6, 7, 14, 15, 30, 31, 126, 127, 200, 510, 511):
             ran = {slots(len(row)) for row in Needs(4096, most).rows}
             self.assertEqual(ran, {slots(documents) for documents in range(1, most + 1)})
 

@@ -32,8 +32,9 @@ from .replacements import Model
 logger = logging.get_logger(__name__)
 
 _CALL = "use_cuda_graphs"
-# A graph supports fewer than 8, 32, 128, ... documents, which limits the number of graphs.
-_FEWEST_SLOTS, _MORE_SLOTS = 8, 4
+# A graph supports fewer than 8, 16, 32, ... documents, which limits the number of graphs. Some kernels compute as many parts
+# of the row as so many documents may have.
+_FEWEST_SLOTS = 8
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -105,7 +106,7 @@ def _slots(documents: int) -> int:
     """The documents of a graph. Padding counts as one, and the last slot is always empty."""
     slots = _FEWEST_SLOTS
     while slots < documents + 2:
-        slots *= _MORE_SLOTS
+        slots *= 2
     return slots
 
 
