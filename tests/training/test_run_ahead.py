@@ -25,10 +25,11 @@ class NotFinite(Trainer):
 
     def __init__(self, *args, losses=(), **kwargs):
         super().__init__(*args, **kwargs)
-        self.losses, self.returned = list(losses), []
+        self.losses, self.returned, self.lengths = list(losses), [], []
 
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.lengths.append(inputs["input_ids"].numel())
+        loss = super().training_step(model, inputs, *args, **kwargs)
         replaced = self.losses.pop(0) if self.losses else None
         loss = loss if replaced is None else torch.full_like(loss, replaced)
         self.returned.append(loss.item())
@@ -43,8 +44,11 @@ class Stepping:
             device=torch.device("cpu"), dataloader_pin_memory=True, logging_nan_inf_filter=True
         )
 
-    def training_step(self):
+    def training_step(self, model):
         return torch.ones(())
+
+    def floating_point_ops(self, inputs):
+        return 0
 
 
 class RunAheadTest(ConfigureTestCase):
@@ -129,7 +133,55 @@ class RunAheadTest(ConfigureTestCase):
         again = pickle.loads(pickle.dumps(trainer))
         self.assertIs(again.training_step.trainer, again)
         self.assertIs(again.training_step.step.__self__, again)
-        self.assertEqual(again.training_step(), torch.ones(()))
+        self.assertEqual(again.training_step(torch.nn.Linear(1, 1)), torch.ones(()))
+
+    def test_modules_are_not_visited_where_that_changes_nothing(self):
+        trainer, steps = self.trainer(), []
+
+        class Watch(TrainerCallback):
+            def on_step_begin(self, args, state, control, model=None, **kwargs):
+                if state.global_step == 1:
+                    # Trainer puts this back.
+                    model.lm_head.eval()
+                visited.reset_mock()
+
+            def on_step_end(self, args, state, control, model=None, **kwargs):
+                left = {"train", "num_parameters"} & {*vars(model)}
+                steps.append((visited.call_count, all(x.training for x in model.modules()), left))
+
+        trainer.add_callback(Watch())
+        modules = [*trainer.model.modules()]
+        # `train` asks each module for those in it.
+        visited = mock.patch.object(torch.nn.Module, "children", autospec=True, side_effect=torch.nn.Module.children)
+        size = mock.patch.object(type(trainer.model), "num_parameters", autospec=True, return_value=1000)
+        with visited as visited, size as size:
+            trainer.train()
+        self.assertEqual(steps, [(number, True, set()) for number in (0, len(modules), 0, 0)])
+        self.assertEqual((size.call_count, trainer.state.total_flos), (1, 6 * 1000 * sum(trainer.lengths)))
+
+    def test_methods_of_the_user_run_in_each_step(self):
+        trainer, called = self.trainer(packed=False), []
+
+        class Frozen(type(trainer.model.model.norm)):
+            def train(self, mode=True):
+                called.append("train")
+                return super().train(mode)
+
+        def noted(method):
+            def run(*args, **kwargs):
+                called.append(method.__name__)
+                return method(*args, **kwargs)
+
+            return run
+
+        trainer.model.model.norm.__class__ = Frozen
+        trainer.floating_point_ops = noted(trainer.floating_point_ops)
+        configure_packing(trainer, "padding_free", verify=False)
+        called.clear()
+        trainer.train()
+        self.assertEqual(called.count("floating_point_ops"), 4)
+        # It runs when training begins, too.
+        self.assertGreaterEqual(called.count("train"), 4)
 
     def test_no_filter_if_none_is_wanted(self):
         trainer = self.trainer(losses=[float("nan")], logging_nan_inf_filter=False)

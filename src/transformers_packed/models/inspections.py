@@ -15,7 +15,7 @@ from .experts import isolates
 from .host_parameters import host_of
 from .quantized_weights import has_parts, tensors_of
 from .releases import checkpoint_of
-from .untouched import hooks_of, records_outputs
+from .untouched import hooks_of, modules_of, records_outputs
 
 
 # Attributes whose changes are seen in another way, and types of values that layers read from Python.
@@ -62,7 +62,7 @@ class InspectedLayers:
             yield "the kernels of the experts depend on the routing"
         for layer in layers:
             again = layer.gradient_checkpointing
-            for module in _modules_of(layer):
+            for module in modules_of(layer):
                 if host_of(module) is not None:
                     yield "weights are in host memory"
                 if _is_hooked(module):
@@ -113,18 +113,6 @@ def reason_against_checkpointing(layers: Iterable[torch.nn.Module]) -> str:
 def _automatic(function: Callable | None) -> bool:
     run = getattr(function, "func", None)
     return run is keep_long_attention or (isinstance(run, HostCheckpoints) and run.automatic)
-
-
-def _modules_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """List a layer's modules. `Module.modules` passes each one up through all levels."""
-    found = [layer]
-    seen = {layer}
-    for module in found:
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                found.append(child)
-    return found
 
 
 def _settings(module: torch.nn.Module) -> Iterator[tuple[dict, str, Any]]:

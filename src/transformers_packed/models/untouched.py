@@ -22,6 +22,18 @@ _RECORDING = "transformers.utils.output_capturing"
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
+def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """List a module and all modules in it. `Module.modules` passes each one up through all levels, which takes longer."""
+    found = [module]
+    seen = {module}
+    for outer in found:
+        for inner in outer._modules.values():
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                found.append(inner)
+    return found
+
+
 def hooks_of(module: torch.nn.Module) -> list:
     """List the hooks that run with the module's forward: its own, and torch's global hooks."""
     # Graphs look at thousands of modules in each step, and few have any.

@@ -194,7 +194,8 @@ def _of_rows(facts: Facts) -> Setup:
     if custom:
         end += f"; trusted to work on {parts}packed rows: {', '.join(custom)}"
     ddp, checks = _of_ddp(facts)
-    changes += Change.of(trainer, training_step=ahead) + ddp + _of_data(facts, dataset, packed)
+    changes += Change.of(trainer, training_step=ahead, floating_point_ops=ahead.floating_point_ops)
+    changes += ddp + _of_data(facts, dataset, packed)
     ours = [IsolationCallback(trainer), ahead, DocumentNoise(), WeightsCallback(), *checks]
     callbacks = [*_callbacks(facts, dataset, packed), *ours]
     mode, line = "pack" if packed else "padding_free", _line(facts, dataset, packed)
