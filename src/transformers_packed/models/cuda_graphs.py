@@ -219,8 +219,8 @@ class LayerGraphs:
         self._parts: list[list[torch.nn.Module]] = []
         self._graphs: dict[tuple, tuple[RecordedRow, dict[int, RecordedLayers]]] = {}
         self._made_for: dict[int, InspectedLayers] = {}
-        # By key and number, the kind of an input that a recording did not take. Layers outside and hooks may change it.
-        self._inputs: dict[tuple[tuple, int], torch.Tensor] = {}
+        # The numbers of parts whose input has got gradients since they were recorded, from layers outside or hooks.
+        self._trained_later: set[int] = set()
         self._buffers: dict[tuple, torch.Tensor] = {}
         self._place: tuple | None = None
         self._last: Callable[[], Use | None] = lambda: None
@@ -261,7 +261,7 @@ class LayerGraphs:
         key = (slots, *kernels, *((x.shape[2:], x.dtype, x.requires_grad) for x in inputs))
         if not are_same(layers, [layer for part in self._parts for layer in part]):
             self._forget()
-            self._inputs = {}
+            self._trained_later = set()
         is_new = key not in self._graphs
         if is_new:
             reason = self._prepare(layers, hidden_states)
@@ -271,7 +271,7 @@ class LayerGraphs:
             logger.info(f"{_CALL}: recording a graph for rows of up to {slots - 2} documents.")
             row = RecordedRow(positions, self.max_length, slots, cast, hidden_states.device, self._buffers)
             with same_counts(layers):
-                self._graphs[key] = row, self._record(key, row, hidden_states)
+                self._graphs[key] = row, self._record(row, hidden_states)
         row, recordings = self._graphs[key]
         row.fill(positions, boundaries)
         use = Use()
@@ -279,7 +279,7 @@ class LayerGraphs:
         for number, part in enumerate(self._parts):
             # None is left after a part that has changed.
             recording = recordings.get(number) if self._graphs else None
-            if recording is not None and self._is_ready(key, number, hidden_states, is_new):
+            if recording is not None and self._is_ready(number, recording, hidden_states, is_new):
                 hidden_states = recording.run(use, hidden_states)
             elif number == 0 and not self._graphs:
                 # Nothing has run yet, so this row is recorded again.
@@ -309,13 +309,14 @@ class LayerGraphs:
         self._parts, self._made_for = parts, made_for
         return ""
 
-    def _is_ready(self, key: tuple, number: int, hidden_states: torch.Tensor, is_new: bool) -> bool:
-        """Whether a part can run as its graph now. Forget all graphs if it has changed, or the kind of its input."""
-        # The key has the kind of the first one.
-        changed = number > 0 and not self._graphs[key][1][number].takes(hidden_states)
+    def _is_ready(self, number: int, recording: RecordedLayers, hidden_states: torch.Tensor, is_new: bool) -> bool:
+        """Whether a part can run as its graph now. Forget all graphs if it has changed, or has to return a gradient."""
+        if not recording.takes(hidden_states):
+            _warn("layers or hooks between graphs have changed the shape or the dtype of the hidden states")
+            return False
+        changed = hidden_states.requires_grad and not recording.has_trained_input
         if changed:
-            like = hidden_states[:, :0]
-            self._inputs[key, number] = torch.empty_like(like, requires_grad=like.requires_grad)
+            self._trained_later.add(number)
         elif not is_new:
             now = InspectedLayers(self._parts[number], hidden_states.device)
             if now.reason:
@@ -334,15 +335,14 @@ class LayerGraphs:
             )
         self._graphs, self._buffers, self._place = {}, {}, None
 
-    def _record(self, key: tuple, row: RecordedRow, like: torch.Tensor) -> dict[int, RecordedLayers]:
+    def _record(self, row: RecordedRow, like: torch.Tensor) -> dict[int, RecordedLayers]:
         """Record the parts but those outside of graphs, from an input `like` this one."""
         self._place = self._place or new_place()
         recordings = {}
         trained = False
         for number, layers in enumerate(self._parts):
             if number in self._made_for:
-                like = self._inputs.get((key, number), like)
-                trained = trained or like.requires_grad
+                trained = trained or like.requires_grad or number in self._trained_later
                 recordings[number] = RecordedLayers(layers, row, number, like, trained)
                 like = recordings[number].output
             trained = trained or _train(layers)

@@ -49,7 +49,7 @@ class InspectedLayers:
             self._state == now._state
             and are_same(self._modules, now._modules)
             and are_same(self._parameters, now._parameters)
-            and all(where.get(name) == value for where, name, value in self._settings)
+            and all(_is_same(where.get(name), value) for where, name, value in self._settings)
         )
 
     def _reasons(self, layers: list[torch.nn.Module], device: torch.device) -> Iterator[str]:
@@ -123,7 +123,12 @@ def _settings(module: torch.nn.Module) -> Iterator[tuple[dict, str, Any]]:
             yield vars(module), name, value
         elif type(value) is dict:
             # PEFT's adapters have dictionaries of scales and dropout rates.
+            yield vars(module), name, value
             yield from ((value, key, one) for key, one in value.items() if isinstance(one, _PLAIN))
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    return now is before or (isinstance(before, _PLAIN) and now == before)
 
 
 def _is_hooked(module: torch.nn.Module) -> bool:

@@ -186,7 +186,7 @@ def tensors_of(weights: Any) -> list[torch.Tensor]:
     """List the tensors that hold the numbers of a parameter: itself, or its parts."""
     if is_in_4bit(weights):
         # Graphs ask in each step, and it takes several times as long to make a new parameter.
-        return [weights.data, *_tensors_of_state(weights.quant_state)]
+        return [weights.detach().as_subclass(torch.Tensor), *_tensors_of_state(weights.quant_state)]
     if not isinstance(weights, StoredWeight):
         return [weights]
     found: list[torch.Tensor] = []

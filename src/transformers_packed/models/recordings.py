@@ -178,16 +178,16 @@ class RecordedLayers:
         return checkpoint(self._run, layers, x, use_reentrant=False, preserve_rng_state=False)
 
     def takes(self, hidden_states: torch.Tensor) -> bool:
-        """Whether hidden states of the row are of the kind that was recorded. They may have no gradients."""
+        """Whether hidden states of the row have the shape and the dtype that was recorded."""
         shape = self._input.shape[0], self._row.length, *self._input.shape[2:]
-        same = hidden_states.shape == shape and hidden_states.dtype == self._input.dtype
-        return same and (self.has_trained_input or not hidden_states.requires_grad)
+        return hidden_states.shape == shape and hidden_states.dtype == self._input.dtype
 
     def run(self, use: Use, hidden_states: torch.Tensor) -> torch.Tensor:
         """Apply the layers to a row whose boundaries [`RecordedRow.fill`] has copied, as one node of autograd."""
-        if self.trained:
+        output = _Replay.apply(self, use, hidden_states, *self._parameters)
+        if output.requires_grad:
             use.left.append(self)
-        return _Replay.apply(self, use, hidden_states, *self._parameters)
+        return output
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         length = hidden_states.shape[1]

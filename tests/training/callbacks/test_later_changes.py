@@ -1,5 +1,6 @@
 """The check before the first step sees what callbacks change in a model later, and hooks of libraries do not see the check."""
 
+from functools import partial
 from itertools import product
 from unittest import mock
 
@@ -113,10 +114,19 @@ def set_experts(model):
     model.set_experts_implementation("eager")
 
 
+def set_method(model):
+    mixer = model.model.layers[0].linear_attn
+    mixer.finish = leaking(mixer.finish)
+
+
 # What changes no call.
 def set_attributes(model):
     mlp_of(model).note, mlp_of(model).requires_grad_(False).training = leak, False
     model.model.layers[0].mlp = mlp_of(model)
+
+
+def put_back_forward(model):
+    mlp_of(model).forward = mlp_of(model).forward
 
 
 def hook_for_a_moment(model):
@@ -125,7 +135,7 @@ def hook_for_a_moment(model):
 
 AGAIN = [set_library_class, set_subclass, exchange_layers, compile_call, parametrize_weight, prune_weight]
 AGAIN += [set_attention, set_experts]
-ONCE = [set_attributes, hook_for_a_moment]
+ONCE = [set_attributes, put_back_forward, hook_for_a_moment]
 
 
 class LaterChangesTest(ConfigureTestCase):
@@ -150,14 +160,15 @@ class LaterChangesTest(ConfigureTestCase):
         self.assertIs(function.__module__, None)
         self.refuses(self.trainer(), "padding_free", Hooking(function))
 
-    @parameterized.expand([(x.__name__, x) for x in (wrap, set_forward, swap_class)])
+    @parameterized.expand([(x.__name__, x) for x in (wrap, set_forward, set_method, swap_class)])
     def test_a_leak_by(self, _, change):
         self.refuses(self.trainer(), "padding_free", Changing(change))
 
-    def test_a_leak_of_a_patched_class(self):
+    @parameterized.expand(["forward", "__call__"])
+    def test_a_leak_of_a_patched_class(self, name):
         def patch(model):
             cls = type(mlp_of(model))
-            self.enterContext(mock.patch.object(cls, "forward", leaking(cls.forward)))
+            self.enterContext(mock.patch.object(cls, name, leaking(getattr(cls, name)), create=True))
 
         self.refuses(self.trainer(), "padding_free", Changing(patch))
 
@@ -184,6 +195,22 @@ class LaterChangesTest(ConfigureTestCase):
         said(configure_packing, trainer, "padding_free")
         trainer.add_callback(Changing(lambda model: handle.remove()))
         self.assertEqual(said(trainer.train)[0].count("Verified packing"), 2)
+
+    def test_forwards_by_mode(self):
+        """As kernels for training and evaluation set them."""
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+
+        def train(mode=True):
+            vars(mlp_of(model)).pop("forward", None)
+            if not mode:
+                mlp_of(model).forward = partial(mlp_of(model).forward)
+            return type(model).train(model, mode)
+
+        model.train = train
+        options = {"eval_on_start": True, "eval_strategy": "steps"}
+        trainer = self.trainer(model, args=options, eval_dataset=Samples(2))
+        said(configure_packing, trainer, "padding_free")
+        self.assertEqual(said(trainer.train)[0].count("Verified packing"), 1)
 
     def test_an_evaluation_before_the_first_step(self):
         """Trainer changes modes between the checks, and no call."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from ..state import is_of_user
 class LaterChanges:
     """What is different in a model from now on.
 
-    A check holds for the modules of a model and for what a call of each one runs: a `forward` of the class or of the
-    instance, a compiled call, hooks, and implementations that the configuration names. A parametrization is another class.
+    A check holds for the modules of a model and for what a call of each one runs: methods of the object in place of those of
+    the class, a `forward` or a call that the class has got, a compiled call, hooks, and implementations that the
+    configuration names. A parametrization is another class.
 
     Hooks of libraries do not count. They watch, such as for metrics and logs, and must not see the rows of a check. Those
     that a forward of Transformers has registered do not count either, but stay, because it registers them once.
@@ -56,10 +56,11 @@ def _calls_of(model: torch.nn.Module) -> dict[torch.nn.Module, tuple]:
 
 def _call_of(module: torch.nn.Module) -> tuple:
     state, cls, config = vars(module), type(module), vars(module).get("config")
-    # `torch.jit` raises for the attribute of a class.
-    forwards = getattr_static(cls, "forward"), state.get("forward"), module._compiled_call_impl
+    # A trainer may put the method of the class on the object, which changes nothing.
+    calls = cls.__call__, module.forward, module._compiled_call_impl
+    methods = [(name, x) for name, x in state.items() if name != "forward" and callable(x) and hasattr(cls, name)]
     inside, hooks = tuple(state["_modules"].items()), tuple(filter(_counts, hooks_of(module)))
-    return cls, *forwards, inside, hooks, attention_of(config), experts_of(config)
+    return cls, *calls, methods, inside, hooks, attention_of(config), experts_of(config)
 
 
 def _counts(hook: Any) -> bool:
