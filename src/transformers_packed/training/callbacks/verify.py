@@ -122,9 +122,11 @@ class VerifyCallback(TrainerCallback):
     def on_step_begin(self, args, state, control, train_dataloader=None, **kwargs):
         """Look again at a model that other callbacks have changed since training began."""
         later, self._later = self._later, None
+        if later is None:
+            return
         # An evaluation may have left other kernels. Trainer does this next.
         self.trainer.model_wrapped.train()
-        if later is not None and self._anywhere(later.need_a_check()):
+        if self._anywhere(later.need_a_check()):
             with later.without_hooks_of_libraries():
                 self._check(train_dataloader, ", with the changes of callbacks,")
 
