@@ -270,6 +270,10 @@ def measure(args, entry: dict) -> None:
         add_times(args, entry, clock)
     try:
         entry["kernels"] = kernels_of(args, trainer)
+        if args.checkpointing and args.tool.startswith("ours"):
+            from transformers_packed.models.checkpointing import bytes_on_host
+
+            entry["offload"] = bytes_on_host(trainer.model) > 0
         if "stopped" not in entry:
             train_again(trainer.model)
             entry |= check(args, trainer, samples)
