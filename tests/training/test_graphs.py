@@ -13,6 +13,7 @@ from common.recordings import MODELS, ROW_LENGTH, RunsAgain, models_of, recordin
 from common.records import make_tokenizer
 from datasets import Dataset
 from mixins.configure import callbacks_of
+from mixins.recorded import RecordedTestCase
 from parameterized import parameterized
 from transformers import (
     LlamaConfig,
@@ -122,13 +123,7 @@ def choose_in_processes(plain):
     return steps.graphed, [line for line in output.getvalue().splitlines() if "CUDA graphs" in line]
 
 
-class GivenGpuTest(unittest.TestCase):
-    def setUp(self):
-        RunsAgain.made = RunsAgain.replayed = 0
-        self.enterContext(recordings_on_a_cpu())
-        self.warnings = []
-        self.enterContext(mock.patch.object(cuda_graphs.logger, "warning_once", self.warnings.append))
-
+class GivenGpuTest(RecordedTestCase):
     def use(self, gpu):
         self.enterContext(given(gpu))
         return gpu

@@ -124,14 +124,13 @@ class RecordedLayers:
     def _warm_up(self) -> torch.Tensor:
         """Run forward and backward of one layer after the other, in the memory of one. Return the tensor for their output."""
         x, self._options = self._input, self._row.options()
-        for layers, _ in self._segments:
-            for layer in layers:
-                output = self._run([layer], x)
-                # Trained parameters may be unused.
-                if output.requires_grad:
-                    leaves = _leaves(x, self._trained_in([layer]))
-                    _gradients(output, leaves, self._row.buffer("gradient", output))
-                x = output.detach().requires_grad_(output.requires_grad)
+        for layer in self._layers:
+            output = self._run([layer], x)
+            # Trained parameters may be unused.
+            if output.requires_grad:
+                leaves = _leaves(x, self._trained_in([layer]))
+                _gradients(output, leaves, self._row.buffer("gradient", output))
+            x = output.detach().requires_grad_(output.requires_grad)
         return self._row.buffer("output", x)
 
     def _compute(self) -> list[torch.Tensor]:
@@ -152,9 +151,9 @@ class RecordedLayers:
         # What one segment is done with, the next one's memory can have.
         while self._saved:
             trained, x, output = self._saved.pop()
-            leaves = _leaves(x, trained)
             if not output.requires_grad:
                 break
+            leaves = _leaves(x, trained)
             for leaf, new in zip(leaves, _gradients(output, leaves, gradient), strict=True):
                 # Layers may share parameters.
                 if new is not None:
