@@ -19,6 +19,8 @@ from common.late_experts import copied_on_a_cpu
 from common.optimizers import flashoptim
 from parameterized import parameterized
 from torch.autograd import DeviceType
+from transformers import Qwen3_5MoeTextConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 from whole_steps import OPTIMIZERS, summary
 
 from transformers_packed.models import host_parameters
@@ -58,6 +60,22 @@ class SummaryTest(unittest.TestCase):
         found = summary(SimpleNamespace(events=lambda: events))
         self.assertEqual(found["longest_gaps_ms"], {"a | c": 7})
         self.assertEqual(found["idle_ms"], 7)
+
+
+class SkewTest(unittest.TestCase):
+    def test_an_expert_with_eight_times_the_mean(self):
+        torch.manual_seed(0)
+        config = Qwen3_5MoeTextConfig(hidden_size=64, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=8)
+        block = Qwen3_5MoeSparseMoeBlock(config)
+        torch.nn.init.normal_(block.gate.weight)
+        x, found = torch.randn(4096, 64), []
+        for change in (lambda module: None, whole_steps.skew):
+            change(block)
+            with torch.no_grad():
+                counts = block.gate(x)[-1].flatten().bincount(minlength=256)
+            found.append(float(counts.max() / counts.float().mean()))
+        self.assertLess(found[0], 3)
+        self.assertTrue(6 < found[1] < 10, found)
 
 
 class OptimizersTest(unittest.TestCase):
