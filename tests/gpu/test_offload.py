@@ -13,7 +13,8 @@ from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint
 
 from transformers_packed.models.versions import can_select_checkpoints
-from transformers_packed.ops import offload
+from transformers_packed.ops import kept_outputs, offload
+from transformers_packed.ops.kept_outputs import Layer
 from transformers_packed.ops.offload import Copies, HostCheckpoints
 
 
@@ -84,6 +85,41 @@ class OffloadTest(unittest.TestCase):
         stopped = which == "slow" and room > 0
         self.assertEqual((self.copies.layers, self.copies.bytes == 0), (None, stopped))
         report(f"automatic copies, {which}", stopped=stopped)
+
+    def test_outputs_of_linear_layers(self):
+        """They change no bit, however many there are, and copies that are slow let there be fewer."""
+        expected = self.gradients()
+        self.enable("auto")
+        found: list[int] = []
+        known = Layer.known
+
+        def count(layer):
+            outputs = known(layer)
+            found.append(len(outputs))
+            return outputs
+
+        self.enterContext(mock.patch.object(kept_outputs, "in_use", True))
+        for _ in range(20):
+            self.assert_same(self.gradients(), expected)
+        before = self.copies.quota.value
+        with mock.patch.object(Layer, "known", count):
+            self.assert_same(self.gradients(), expected)
+        self.assertGreater(sum(found), 0)
+        self.assertGreater(self.copies.bytes_unasked, 0)
+        begin = self.copies.start
+
+        def start(target, source):
+            # Some 10 ms.
+            with torch.cuda.stream(self.copies.stream):
+                torch.cuda._sleep(20_000_000)
+            return begin(target, source)
+
+        self.copies.start = start
+        for _ in range(8):
+            self.assert_same(self.gradients(), expected)
+        # Of the calls, half are in the forward.
+        report("outputs of linear layers", kept=sum(found), calls=len(found) // 2, quota=before)
+        self.assertLess(self.copies.quota.value, before)
 
     @parameterized.expand(["copies", "computation"])
     def test_slow_streams(self, which):

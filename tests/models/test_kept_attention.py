@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers_packed import SequenceBoundaries, patch_model
 from transformers_packed.models.checkpointing import keep_long_attention
 from transformers_packed.models.versions import can_select_checkpoints
-from transformers_packed.ops import host_memory, offload
+from transformers_packed.ops import host_memory, host_tensors, offload
 from transformers_packed.ops.kept_attention import keeping_attention
 from transformers_packed.parallel import RowShard
 
@@ -185,12 +185,12 @@ class KeptAttentionTest(unittest.TestCase):
 
         with on_a_cpu(5):
             host = offload.HostCheckpoints()
-            fetch = mock.patch.object(offload._Saved, "fetch", autospec=True, side_effect=offload._Saved.fetch)
+            fetch = mock.patch.object(host_tensors.Saved, "fetch", autospec=True, side_effect=host_tensors.Saved.fetch)
             y = x
             for _ in range(3):
                 run = partial(host, partial(checkpoint, use_reentrant=False))
                 y = run(layer, y, context_fn=partial(keeping_attention, host))
-            kept = [saved for saved in gc.get_objects() if isinstance(saved, offload._Saved)]
+            kept = [saved for saved in gc.get_objects() if isinstance(saved, host_tensors.Saved)]
             self.assertEqual([tuple(saved.stride) for saved in kept if saved.shape == (16, 4)], [(1, 16)] * 3)
             CALLS.clear()
             with fetch as fetched:
@@ -259,8 +259,8 @@ class KeptAttentionTest(unittest.TestCase):
             y.sum().backward()
 
     def test_what_stays_on_the_device_keeps_no_graph(self):
-        def saved() -> list[offload._Kept]:
-            return [x for x in gc.get_objects() if isinstance(x, offload._Kept)]
+        def saved() -> list[host_tensors.Kept]:
+            return [x for x in gc.get_objects() if isinstance(x, host_tensors.Kept)]
 
         host, x = offload.HostCheckpoints(), torch.randn(4, 16, requires_grad=True)
         # A test that failed may have left some.

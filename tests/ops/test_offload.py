@@ -20,9 +20,11 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from transformers_packed import add_mtp, patch_model, use_float8
+from transformers_packed.models import checkpointing
 from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.versions import can_select_checkpoints
-from transformers_packed.ops import host_memory, offload
+from transformers_packed.ops import host_memory, host_tensors, offload
+from transformers_packed.ops.kept_outputs import Layer
 
 
 def on_host(functions) -> list[bool]:
@@ -48,7 +50,7 @@ class SavedTest(unittest.TestCase):
 
     def resident(self) -> int:
         """How many saved tensors are on the device."""
-        return sum(isinstance(x, offload._Saved) and x.tensor is not None for x in gc.get_objects())
+        return sum(isinstance(x, host_tensors.Saved) and x.tensor is not None for x in gc.get_objects())
 
     def expected(self, x, number: int = 5):
         y = x.detach().clone().requires_grad_()
@@ -392,6 +394,37 @@ class ModelTest(unittest.TestCase):
         layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
         # Of each layer to the host and back, but for the last one.
         self.assertEqual(copies.copies, 2 * layers - 1)
+
+    def test_outputs_of_linear_layers(self):
+        """The check keeps them in all layers. On a CPU, those of products in FP8 have functions of this package."""
+        use_float8(self.model, lambda module, name: "mlp" in name)
+        batch = packed_batch([torch.arange(1, 60), torch.arange(1, 4)])
+        expected = gradients(self.model, self.model(**batch).loss)
+        known, calls = Layer.known, []
+
+        def count(layer):
+            found = known(layer)
+            calls.append(len(found))
+            return found
+
+        with on_a_cpu(64), offload.all_checkpoints():
+            self.model.activation_checkpointing_enable({"use_reentrant": False}, offload="auto")
+            with mock.patch.object(Layer, "known", count):
+                actual = gradients(self.model, self.model(**batch).loss)
+        self.assertEqual([name for name in expected if not torch.equal(actual[name], expected[name])], [])
+        # Gate and up have one call, in the forward and again, and down, which ends a layer, has one in the forward.
+        self.assertEqual(calls, [0, 0] * 4 + [2] * 4)
+        gc.collect()
+        (copies,) = self.model.host_checkpoints._copies.values()
+        self.assertEqual(len(copies.free_unasked), 3 * 4)
+
+    def test_least_memory(self):
+        """Then copies never end, and outputs of linear layers do not join them."""
+        for options, least in (({}, False), ({"segment_tokens": 64}, True), ({}, False)):
+            self.model.activation_checkpointing_enable(options, offload="auto")
+            self.assertEqual(self.model.host_checkpoints.needed() == float("inf"), least)
+        with mock.patch.object(checkpointing, "bytes_in_host_memory", return_value=1):
+            self.assertEqual(self.model.host_checkpoints.needed(), float("inf"))
 
     def test_automatic(self):
         self.model.activation_checkpointing_enable(offload="auto")

@@ -1,5 +1,6 @@
 """Gradient checkpointing of our models: its options, copies in host memory, and attention that is not computed again."""
 
+import math
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ import torch
 from ..errors import input_error
 from ..ops import offload
 from ..ops.kept_attention import keeping_attention
+from .host_experts import bytes_in_host_memory
 from .releases import arguments_of_layer, wrap_checkpoints
 from .segments import check_size, in_segments
 from .versions import check_checkpointing
@@ -64,7 +66,8 @@ def enable(model: torch.nn.Module, usual: Callable, options: Options) -> None:
     accelerator = torch.accelerator.current_accelerator()
     # Copies beside the layers; other devices have those of Transformers.
     beside = bool(options.offload) and (accelerator is None or accelerator.type == "cuda")
-    host = _host_of(model, options.offload == _AUTO) if beside else vars(model).pop(_COPIES, None)
+    least = options.segment_tokens is not None
+    host = _host_of(model, options.offload == _AUTO, least) if beside else vars(model).pop(_COPIES, None)
     others = options.others
     if options.keep_attention is True:
         others = others | {"context_fn": partial(keeping_attention, host) if beside else keeping_attention}
@@ -77,15 +80,24 @@ def enable(model: torch.nn.Module, usual: Callable, options: Options) -> None:
         wrap_checkpoints(model, partial(in_segments, options.segment_tokens))
 
 
-def _host_of(model: torch.nn.Module, automatic: bool) -> Any:
-    """Return the copies of a model's checkpoints, with the buffers that it has already."""
+def _host_of(model: torch.nn.Module, automatic: bool, least: bool) -> Any:
+    """Return the copies of a model's checkpoints, with the buffers that it has already.
+
+    With `least`, a step takes as little of the GPU's memory as it can. So it does with weights in host memory.
+    """
+    # They must not keep the model.
+    needed = partial(_needed, weakref.ref(model), least) if automatic else None
     host = vars(model).get(_COPIES)
-    if host is None or host.automatic != automatic:
-        # They must not keep the model.
-        this = weakref.ref(model)
-        host = offload.HostCheckpoints((lambda: bytes_of_moments(this())) if automatic else None)
+    if host is None or getattr(host.needed, "args", None) != getattr(needed, "args", None):
+        host = offload.HostCheckpoints(needed)
     vars(model)[_COPIES] = host
     return host
+
+
+def _needed(this: Callable[[], torch.nn.Module | None], least: bool) -> float:
+    """Return the bytes of the GPU that a step needs beside what it has allocated."""
+    model = this()
+    return math.inf if least or (model is not None and bytes_in_host_memory(model)) else bytes_of_moments(model)
 
 
 def keep_long_attention(

@@ -17,6 +17,7 @@ from . import float8, float8_blocks
 from .autograd import autocast_dtype, first_order, free, is_transformed
 from .backends import triton
 from .dispatch import Call, Implementation, Setting, ran, run
+from .kept_outputs import running_layer
 from .recipes import recipe_of
 from .terms import Adapter, BlocksWeight, Dequantized, Float8Weight, Plan, Products, Projection, planned
 from .terms.products import unflattened
@@ -205,10 +206,14 @@ class _SharedInputLinears(torch.autograd.Function):
             source = inputs
         products.save(ctx, source, weight)
         ctx.set_materialize_grads(False)
-        outputs = products.forward(rows)
-        if by_row or any(y._is_view() for y in outputs):
-            outputs = [unflattened(y, inputs.shape[:-1]) for y in outputs]
-        return tuple(outputs)
+        layer = running_layer()
+        known = {} if layer is None else layer.known()
+        outputs = products.forward(rows, known)
+        if by_row or any(y._is_view() for y in outputs if y is not None):
+            outputs = [y if y is None else unflattened(y, inputs.shape[:-1]) for y in outputs]
+        if layer is not None:
+            layer.keep(outputs)
+        return tuple(known.get(i, y) for i, y in enumerate(outputs))
 
     @staticmethod
     @first_order("Call the layers one by one, as on a CPU, and without float8.")

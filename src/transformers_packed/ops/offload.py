@@ -7,6 +7,7 @@ buffers that are used again:
 * The copy of a layer's input starts before the layer and ends behind it. The input leaves the GPU at the next save.
 * In backward, the computation of a layer starts the copy of the input of the layer before it.
 * What a layer keeps beside its input, such as the output of attention, comes back when its own computation starts.
+* Outputs of linear layers come back with the input of their layer ([`Layer`]), if the copies have time for them.
 
 So the GPU has at most two inputs, and the last one never leaves it. PyTorch's allocator of pinned memory rounds sizes up
 to powers of two. These buffers are registered with CUDA instead, and are at most a sixteenth larger than an input.
@@ -17,7 +18,6 @@ copies take longer than layers, and if the buffers would take too much of the ho
 
 import math
 import os
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,9 +27,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.utils import logging
 
-from ..errors import input_error
 from ..foreign import swapped
-from . import host_memory
+from . import host_memory, kept_outputs
+from .host_tensors import Kept, Output, Saved, nothing
+from .kept_outputs import Layer, Quota
 
 
 logger = logging.get_logger(__name__)
@@ -58,10 +59,11 @@ class HostCheckpoints:
     Args:
         needed (`Callable[[], int]`, *optional*):
             Makes the copies automatic: tensors stay on the GPU where copies would cost something. Returns the bytes of the
-            GPU that somebody else will need, such as an optimizer for its moments.
+            GPU that somebody else will need, such as an optimizer for its moments, or infinity where a step is to take as
+            little of the GPU's memory as it can.
     """
 
-    def __init__(self, needed: Callable[[], int] | None = None) -> None:
+    def __init__(self, needed: Callable[[], float] | None = None) -> None:
         self.needed, self._copies = needed, dict[torch.device, Copies]()
 
     @property
@@ -91,6 +93,10 @@ class HostCheckpoints:
             `ValueError`: `function` writes into one of its arguments, which would then be of another state in backward.
             `MemoryError`: the host has no memory for the copies, which are not automatic.
         """
+        # The check is to see all that training may do.
+        keeps_outputs = kept_outputs.in_use or not _inputs_first
+        if self.automatic and keeps_outputs and not torch.compiler.is_compiling():
+            function = Layer(function, self)
         with saved_tensors_hooks(self.save, self.load):
             return checkpoint(function, *args, **kwargs)
 
@@ -106,15 +112,23 @@ class HostCheckpoints:
         `unasked` says that it can be computed again, so it takes no memory that inputs need, and may be changed.
         """
         if not leaves(tensor, SMALLEST_UNASKED if self.automatic else _SMALLEST):
-            return _Kept(tensor, inside, unasked)
+            return Kept(tensor, inside, unasked)
         copies = self._copies.get(tensor.device)
         if copies is None:
             copies = self._copies[tensor.device] = Copies(tensor.device, self.needed)
         last = copies.last if beside else copies.let_leave(tensor.nbytes)
         host = copies.take(tensor.nbytes, unasked)
         if host is None:
-            return _Kept(tensor, inside, unasked)
-        return _Saved(tensor, copies, host, last, inside, beside, unasked)
+            return Kept(tensor, inside, unasked)
+        return Saved(tensor, copies, host, last, inside, beside, unasked)
+
+    def save_output(self, tensor: torch.Tensor) -> Any:
+        """Return what [`load`] takes if copies have time for an output of the layer that runs, or `None`."""
+        copies = self._copies.get(tensor.device)
+        if copies is None or not leaves(tensor, SMALLEST_UNASKED):
+            return None
+        host = copies.take_output(tensor.nbytes)
+        return None if host is None else Output(tensor, copies, host)
 
     @staticmethod
     def load(saved: Any) -> Any:
@@ -123,17 +137,17 @@ class HostCheckpoints:
         Raises:
             `ValueError`: somebody has written into the tensor.
         """
-        return saved.load() if isinstance(saved, _Kept) else saved
+        return saved.load() if isinstance(saved, Kept) else saved
 
     @staticmethod
     def has(saved: Any) -> bool:
         """Whether it is in host memory."""
-        return isinstance(saved, _Saved)
+        return isinstance(saved, Saved)
 
     @staticmethod
     def is_changed(saved: Any) -> bool:
         """Whether somebody has written into a tensor that can be computed again."""
-        return isinstance(saved, _Kept) and saved.unasked and saved.is_changed()
+        return isinstance(saved, Kept) and saved.unasked and saved.is_changed()
 
 
 def leaves(tensor: torch.Tensor, smallest: int) -> bool:
@@ -153,7 +167,7 @@ class Copies:
     has room beside what it returns.
     """
 
-    def __init__(self, device: torch.device, needed: Callable[[], int] | None = None):
+    def __init__(self, device: torch.device, needed: Callable[[], float] | None = None):
         self.device, self.stream, self.free = device, torch.cuda.Stream(device), list[torch.Tensor]()
         # Buffers of outputs that nobody asked for, their bytes, the most that they may have, and whether they may be made,
         # which is so once inputs of a row have come back.
@@ -161,8 +175,8 @@ class Copies:
         self.most_unasked: float | None = None
         self.inputs_have_buffers = False
         # What was saved last, and the last input of a function.
-        self.last: Callable[[], _Saved | None] = _nothing
-        self.input: Callable[[], _Saved | None] = _nothing
+        self.last: Callable[[], Saved | None] = nothing
+        self.input: Callable[[], Saved | None] = nothing
         # Bytes of all buffers, and the most that they may have.
         self.bytes, self.most, self.needed = 0, math.inf, needed
         if needed is not None:
@@ -170,14 +184,20 @@ class Copies:
         # Of layers: when it began, when the copy of its input ended, and when the next one began.
         self.layers: list[tuple[Any, Any, Any]] | None = None if needed is None else []
         self.begun: Any = None
+        # How many outputs of linear layers are kept, the layers of a row, those that have begun, the bytes of outputs that
+        # the last one may still keep, and what it has kept and the one before it.
+        self.quota = Quota()
+        self.number, self.begun_layers, self.left = 0, 0, 0.0
+        self.kept: list[Callable[[], Saved | None]] = []
+        self.leaving: list[Callable[[], Saved | None]] = []
 
     def share_of_host(self) -> float:
         """Bytes of the free memory of the host that this process may take unasked."""
         return _SHARE * host_memory.free_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
-    def let_leave(self, size: int) -> "Callable[[], _Saved | None]":
+    def let_leave(self, size: int) -> "Callable[[], Saved | None]":
         """Let the tensor that was saved last leave the device, before one of `size` bytes is saved. Return the former."""
-        last, self.last = self.last, _nothing
+        last, self.last = self.last, nothing
         begun, self.begun = self.begun, None if self.layers is None else self.now()
         earlier = last()
         if earlier is not None:
@@ -197,12 +217,56 @@ class Copies:
             return
         self.layers = None
         waited = sum(begun.elapsed_time(end) * _WAITS < end.elapsed_time(copied) for begun, copied, end in layers)
-        assert self.needed is not None
-        if 2 * waited > len(layers) and self.bytes < _ROOM * self.room() - self.needed():
+        if 2 * waited > len(layers) and self.bytes < self.unused():
             self.most = 0
             logger.warning_once(
                 "Checkpoints stay on the GPU, because their copies to the host take longer than layers."
             )
+
+    def unused(self) -> float:
+        """Return the bytes of the device that automatic copies may leave to tensors."""
+        assert self.needed is not None
+        return _ROOM * self.room() - self.needed()
+
+    def begin_layer(self, size: int) -> "list[Callable[[], Saved | None]]":
+        """Note that a layer begins, with an input of `size` bytes. Return the list of the outputs that it will keep."""
+        if not self.begun_layers and self.needed is not None and self.inputs_have_buffers:
+            self.quota.begin_row(lambda: self.unused() / size)
+        self.begun_layers += 1
+        self.left = self.quota.value * size
+        self.leaving += self.kept
+        self.kept = []
+        return self.kept
+
+    def begin_backward(self) -> None:
+        """Note that a layer of a backward begins."""
+        if self.begun_layers:
+            self.number, self.begun_layers = self.begun_layers, 0
+
+    def take_output(self, size: int) -> torch.Tensor | None:
+        """Return a buffer for an output of the layer that runs, or `None` if it is computed again.
+
+        The outputs of earlier layers leave the device. The last layer keeps none: its backward comes at once.
+        """
+        for saved in self.leaving:
+            output = saved()
+            if output is not None:
+                output.leave_unchanged()
+        self.leaving = []
+        if _inputs_first:
+            if self.begun_layers >= self.number:
+                return None
+            if size > self.left:
+                self.quota.is_too_small = True
+                return None
+        host = self.take(size, unasked=True)
+        self.left -= size if host is not None else 0
+        return host
+
+    def note_wait(self, copied: Any) -> None:
+        """Note that the device now waits for the end of a copy."""
+        if self.quota.value:
+            self.quota.waits.append((self.now(), copied))
 
     def room(self) -> int:
         """Bytes of the device that are free, or reserved and not used."""
@@ -214,7 +278,7 @@ class Copies:
 
     def timer(self) -> Any:
         """Return an event that knows its time, or `None` if no time is needed."""
-        return None if self.layers is None else torch.cuda.Event(enable_timing=True)
+        return None if self.needed is None else torch.cuda.Event(enable_timing=True)
 
     def compute_stream(self) -> Any:
         return torch.cuda.current_stream(self.device)
@@ -260,6 +324,8 @@ class Copies:
         except MemoryError:
             self.most_unasked = 0
             return None
+        # Which takes long.
+        self.quota.forget()
         self.bytes += size
         self.bytes_unasked += size
         return buffer
@@ -294,6 +360,15 @@ class Copies:
         logger.warning_once(f"{used} of checkpoints are in host memory, and the others on the GPU, because {why}.")
         return None
 
+    def give_back(self, buffer: torch.Tensor, unasked: bool) -> None:
+        """Let another tensor use a buffer."""
+        if unasked:
+            self.free_unasked.append(buffer)
+        else:
+            self.free.append(buffer)
+            # Those of the check before the first step are small.
+            self.inputs_have_buffers |= _inputs_first
+
     def allocate(self, size: int) -> torch.Tensor:
         """Return a new buffer of pinned memory."""
         buffer = host_memory.new_pages(size)
@@ -311,128 +386,5 @@ class Copies:
         weakref.finalize(pages, self.stream.synchronize).atexit = False
 
 
-def _nothing() -> None:
-    return None
-
-
 def _none() -> int:
     return 0
-
-
-class _Kept:
-    """A saved tensor on the device. PyTorch checks no versions of what hooks have packed."""
-
-    tensor: torch.Tensor | None
-
-    def __init__(self, tensor: torch.Tensor, inside: bool, unasked: bool):
-        self.tensor, self.version, self.inside, self.unasked = tensor, tensor._version, inside, unasked
-        # Whether it had been changed when it left the device.
-        self.changed = False
-
-    def load(self) -> torch.Tensor:
-        """Return the tensor on the device."""
-        self.check()
-        assert self.tensor is not None
-        return self.tensor
-
-    def is_changed(self) -> bool:
-        """Whether somebody has written into the tensor."""
-        return self.changed or (self.tensor is not None and self.tensor._version != self.version)
-
-    def check(self) -> None:
-        if not self.is_changed():
-            return
-        what, fix = "their input as it is, with gradient checkpointing", "Let it write into a copy."
-        if self.inside:
-            what = "the output of attention as it is, with keep_attention"
-            fix = "Let it write into a copy, or set keep_attention=False."
-        raise input_error(f"layers that leave {what}", "a layer that writes into it", fix)
-
-
-class _Saved(_Kept):
-    """A saved tensor: on the device until it has been copied to the host, and again from shortly before its use."""
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        copies: Copies,
-        host: torch.Tensor,
-        last: "Callable[[], _Saved | None]",
-        inside: bool,
-        beside: bool,
-        unasked: bool,
-    ):
-        super().__init__(tensor, inside, unasked)
-        self.copies, self.loaded = copies, False
-        # What leaves the device with it.
-        self.beside = last if beside else _nothing
-        # Attention returns tensors with the heads before the tokens, but not in memory.
-        self.shape, self.stride = tensor.shape, torch.empty_like(tensor, device="meta").stride()
-        self.dtype, self.host = tensor.dtype, host
-        self.hold(tensor)
-        self.copied = copies.start(self.on_host(), tensor)
-        copies.last = weakref.ref(self)
-        # The backward needs inputs from the last one to the first, and after each what its function made.
-        if not inside:
-            self.before, copies.input = copies.input, copies.last
-        elif (first := last()) is not None:
-            self.before, first.before = first.before, copies.last
-        else:
-            self.before = _nothing
-
-    def load(self) -> torch.Tensor:
-        """Return the tensor on the device, and start the copy of the one that is needed next."""
-        self.check()
-        tensor, self.loaded = self.fetch(), True
-        self.leave()
-        earlier = self.before()
-        while earlier is not None and earlier.loaded:
-            earlier = earlier.before()
-        if earlier is not None:
-            earlier.fetch()
-        return tensor
-
-    def fetch(self) -> torch.Tensor:
-        """Return the tensor on the device, where it may not have arrived."""
-        if self.tensor is not None:
-            return self.tensor
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.copies.device)
-        self.copied = self.copies.start(tensor, self.on_host())
-        self.hold(tensor)
-        return tensor
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.version, self.stream = tensor, tensor._version, self.copies.compute_stream()
-
-    def leave(self) -> None:
-        """Give up the tensor on the device. What comes later on its stream, and on this one, waits for its copy."""
-        if self.tensor is not None:
-            for stream in (self.stream, self.copies.compute_stream()):
-                stream.wait_event(self.copied)
-            self.tensor = None
-
-    def leave_unchanged(self) -> None:
-        """Let it leave the device, and what was saved beside it. Raise a `ValueError` if somebody has changed one."""
-        other = self.beside()
-        if other is not None:
-            other.leave_unchanged()
-        if self.unasked:
-            self.changed = self.is_changed()
-        else:
-            self.check()
-        self.leave()
-
-    def on_host(self) -> torch.Tensor:
-        flat = self.host[: self.shape.numel() * self.dtype.itemsize].view(self.dtype)
-        return flat.as_strided(self.shape, self.stride)
-
-    def __del__(self, is_finalizing: Callable = sys.is_finalizing):
-        # All copies use one stream, so the next use of the buffer waits for this one.
-        if not is_finalizing() and hasattr(self, "copied"):
-            self.leave()
-            if self.unasked:
-                self.copies.free_unasked.append(self.host)
-            else:
-                self.copies.free.append(self.host)
-                # Those of the check before the first step are small.
-                self.copies.inputs_have_buffers |= _inputs_first

@@ -92,11 +92,13 @@ class Float8(Term):
         keep = keep and any(self.wanted)
         self.kept = [scale, torch.cat(scales) if len(scales) > 1 else scales[0], cast if keep else None]
 
-    def forward(self, rows, outputs):
+    def forward(self, rows, outputs, known=()):
         cast, scale = self.cast
         for i, _ in self.plan:
             # The cast of a weight is freed before the next product.
             values, of_weight = self.factors.pop(0)
+            if i in known:
+                continue
             y = product(cast, values, scale, of_weight, self.dtype)
             outputs[i] = y if outputs[i] is None else y + outputs[i]
 

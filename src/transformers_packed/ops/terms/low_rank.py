@@ -111,13 +111,16 @@ class LowRank(Term):
         own = stack is None or any(stack is tensor for tensor in self.tensors)
         self.kept = [None if own else stack, low, seeds, *ups]
 
-    def forward(self, rows, outputs):
+    def forward(self, rows, outputs, known=()):
         _, low, _, *ups = self.kept
         # Only products with weights in float8 have memory of their own, in which sums may run.
         own = {i for i, y in enumerate(outputs) if y is not None and y.ndim == 2}
-        for i, columns in self.plan.narrow:
+        narrow = [(i, columns) for i, columns in self.plan.narrow if i not in known]
+        for i, columns in narrow:
             outputs[i] = low[:, columns] if outputs[i] is None else low[:, columns] + outputs[i]
         for (i, columns, scale, _), up in zip(self.plan.adapters, ups, strict=True):
+            if i in known:
+                continue
             y, factors = outputs[i], (low[:, columns], up.t())
             if y is None:
                 outputs[i] = product(*factors, scale)
@@ -127,7 +130,7 @@ class LowRank(Term):
                 y = y.expand(len(low), -1) if y.ndim == 1 else y
                 outputs[i] = torch.addmm(y, *factors, alpha=scale)
             own.add(i)
-        for i, _ in self.plan.narrow:
+        for i, _ in narrow:
             outputs[i] = outputs[i].contiguous()
 
     def _cast(self) -> tuple[torch.Tensor | None, list[torch.Tensor]]:

@@ -1,6 +1,6 @@
 """The sum of the terms of layers with the same input, and its gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -120,11 +120,14 @@ class Products:
         for term in self.terms:
             term.prepare(rows, keep)
 
-    def forward(self, rows: torch.Tensor | None) -> list[torch.Tensor]:
-        """Return the outputs `[T, out]` for the rows of [`Products.prepare`], in the dtype of the products."""
+    def forward(self, rows: torch.Tensor | None, known: Collection[int] = ()) -> list[Any]:
+        """Return the outputs `[T, out]` for the rows of [`Products.prepare`], in the dtype of the products.
+
+        Layers whose numbers are `known` are not computed.
+        """
         outputs: list[Any] = [None] * self.plan.layers
         for term in self.terms:
-            term.forward(rows, outputs)
+            term.forward(rows, outputs, known)
         return outputs
 
     def needs_rows(self) -> bool:

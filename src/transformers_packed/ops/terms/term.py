@@ -4,7 +4,7 @@ These are biases, and weights whose products run in the dtype of the layers: pla
 computed when needed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +55,13 @@ class Term:
         With `keep`, the term may keep the rows in a form of its own instead of needing them in the backward.
         """
 
-    def forward(self, rows: torch.Tensor | None, outputs: list[torch.Tensor | None]) -> None:
-        """Add this term to the outputs, `None` where nothing has been added. A bias `[out]` alone is not yet expanded."""
+    def forward(
+        self, rows: torch.Tensor | None, outputs: list[torch.Tensor | None], known: Collection[int] = ()
+    ) -> None:
+        """Add this term to the outputs, `None` where nothing has been added. A bias `[out]` alone is not yet expanded.
+
+        Outputs whose numbers are `known` stay as they are.
+        """
         raise NotImplementedError
 
     def needs_rows(self) -> bool:
@@ -122,11 +127,13 @@ class Bias(Term):
                 tensors += [tensor for _, tensor in biases]
         return (plan, tensors) if plan else None
 
-    def forward(self, rows, outputs):
+    def forward(self, rows, outputs, known=()):
         biases = iter(self.tensors)
         for i, scales in self.plan:
-            first, *others = [_scaled(bias, scale).to(self.dtype) for scale, bias in zip(scales, biases, strict=False)]
-            outputs[i] = sum(others, first)
+            own = list(zip(scales, biases, strict=False))
+            if i not in known:
+                first, *others = [_scaled(bias, scale).to(self.dtype) for scale, bias in own]
+                outputs[i] = sum(others, first)
 
     def needs_rows(self):
         return False
@@ -210,8 +217,10 @@ class Weights(Term):
         tensors = [weight for weight in weights.values() if isinstance(weight, torch.Tensor)]
         return [(i, None if isinstance(weight, torch.Tensor) else weight) for i, weight in weights.items()], tensors
 
-    def forward(self, rows, outputs):
+    def forward(self, rows, outputs, known=()):
         for i, weight in self.weights:
+            if i in known:
+                continue
             weight, y = self._cast(weight), outputs[i]
             # A bias is added by the product.
             alone = y is None or y.ndim == 1

@@ -1,0 +1,114 @@
+"""Outputs of linear layers that a checkpointed layer keeps in host memory, so that its second computation leaves out the products.
+
+With `K` inputs, an element of an output takes `2 K` operations and 2 bytes of a copy. At 668 TFLOP/s and 50 GB/s, the copy
+takes as long as 13,000 inputs. But it runs beside the layers, and nobody waits for it as long as its layer has time for it.
+How many outputs that are, the copies tell ([`Quota`]).
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .autograd import detached
+
+
+# Whether layers keep outputs in training. The check before the first step keeps all. Steps with them have to be measured first.
+in_use = False
+# How many bytes of outputs more a layer keeps in the next row for each byte of its input, as long as few are late, how many
+# fewer if more are late, and what share that is.
+_MORE, _FEWER, _LATE = 1.0, 0.5, 1 / 8
+
+
+class Quota:
+    """The bytes of outputs that a layer may keep for each byte of its input.
+
+    They grow from row to row until the device has to wait for copies, and then shrink until it does not.
+    """
+
+    def __init__(self) -> None:
+        self.value, self.grows = 0.0, True
+        # Whether an output has been left out since the value has changed.
+        self.is_too_small = False
+        # When the device began to wait for a copy, and when the copy ended, since the value has changed.
+        self.waits: list[tuple[Any, Any]] = []
+        self.is_usual = True
+
+    def forget(self) -> None:
+        """Leave out the waits since the value has changed: something else has taken time."""
+        self.is_usual = False
+
+    def begin_row(self, most: Callable[[], float]) -> None:
+        """Change the value if the device has come to all waits that are noted. `most` returns the largest one it may have."""
+        if self.waits and not all(event.query() for event in self.waits[-1]):
+            return
+        waits, is_usual, is_too_small = self.waits, self.is_usual, self.is_too_small
+        self.waits, self.is_usual, self.is_too_small = [], True, False
+        if not is_usual:
+            return
+        late = sum(begun.elapsed_time(copied) > 0 for begun, copied in waits)
+        if late > _LATE * len(waits):
+            self.value, self.grows = max(self.value - _FEWER, 0.0), False
+        elif self.grows and is_too_small and self.value + _MORE <= most():
+            self.value += _MORE
+
+
+class _Running(threading.local):
+    """The checkpointed layer that runs in this thread."""
+
+    layer: "Layer | None" = None
+
+
+_RUNNING = _Running()
+
+
+class Layer:
+    """A function under gradient checkpointing. Its first run saves outputs of linear layers, and others load them.
+
+    Args:
+        function (`Callable`):
+            Function that is computed again in backward.
+        host (`HostCheckpoints`):
+            Copies outputs to host memory, as long as this makes nobody wait.
+    """
+
+    def __init__(self, function: Callable, host: Any):
+        self.function, self.host = function, host
+        # For each call of linear layers with one input, the saved outputs by their number.
+        self.kept: list[dict[int, Any]] = []
+        self.left: Iterator[dict[int, Any]] = iter(())
+        self.has_run = self.keeps = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # With reentrant autograd, the first run has no gradients, and its input is saved only after it.
+        self.keeps = torch.is_grad_enabled() and not self.has_run
+        self.left, self.has_run = iter(self.kept), True
+        with _running(self):
+            return self.function(*args, **kwargs)
+
+    def known(self) -> dict[int, torch.Tensor]:
+        """Return the outputs of the next call of linear layers that need not be computed, by their number."""
+        saved = next(self.left, {}).items()
+        return {i: self.host.load(x) for i, x in saved if not self.host.is_changed(x)}
+
+    def keep(self, outputs: list[torch.Tensor]) -> None:
+        """Save outputs of a call of linear layers in the first run."""
+        if self.keeps:
+            saved = {i: self.host.save_output(detached(y)) for i, y in enumerate(outputs)}
+            self.kept.append({i: x for i, x in saved.items() if x is not None})
+
+
+@contextmanager
+def _running(layer: Layer) -> Iterator[None]:
+    before, _RUNNING.layer = _RUNNING.layer, layer
+    try:
+        yield
+    finally:
+        _RUNNING.layer = before
+
+
+def running_layer() -> Layer | None:
+    """Return the layer that runs in this thread and may keep outputs, if any."""
+    return None if torch.compiler.is_compiling() else _RUNNING.layer
