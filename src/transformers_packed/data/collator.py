@@ -225,21 +225,42 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             samples, parent_of = row_of(dict(zip(numbers, samples, strict=True)), parents)
         padding = self._add_padding(samples)
         self._check_marks(len(samples))
-        batch = super().__call__(samples, return_tensors, separator_id)
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        to_tensor = self._to_tensor(return_tensors)
+        others = self._tokens(samples, return_tensors, separator_id)
+        # In the order of Transformers' collator.
+        batch = {name: others.pop(name) for name in ("input_ids", "labels")}
+        batch |= self._places(lengths, to_tensor) | others
         if padding:
             # The parent sets separator_id on the first token of every document; padding must not have a label.
             batch["labels"][0, -padding:] = IGNORED_LABEL
             batch["padding_tokens"] = padding
 
-        to_tensor = self._to_tensor(return_tensors)
         if document_labels is not None:
             batch["labels"] = to_tensor(_labels_of_documents(document_labels, bool(padding)))
         for name in token_columns:
             column = np.concatenate([_as_array(s[name]) for s in samples[: len(samples) - bool(padding)]])
             batch[name] = to_tensor(np.pad(column, (0, padding))[None])
-        lengths = [len(sample["input_ids"]) for sample in samples]
         batch |= self._boundaries(lengths, padding, parent_of, to_tensor)
         return self._with_vision(batch, features, lengths, to_tensor)
+
+    def _tokens(
+        self, samples: list[dict[str, Any]], return_tensors: str | None, separator_id: int | None
+    ) -> dict[str, Any]:
+        """What Transformers' collator returns but the places of tokens, which it lists one by one."""
+        flags = {"return_position_ids": False, "return_flash_attn_kwargs": self.return_flash_attn_kwargs}
+        separator_id = self.separator_id if separator_id is None else separator_id
+        return BuiltinDataCollatorWithFlattening(self.return_tensors, **flags)(samples, return_tensors, separator_id)
+
+    def _places(self, lengths: list[int], to_tensor: Callable) -> dict[str, Any]:
+        """The place of each token in its document, and the number of this document."""
+        found, numbers = {}, np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        if self.return_position_ids:
+            starts = np.cumsum([0, *lengths])[numbers]
+            found["position_ids"] = to_tensor((np.arange(len(numbers)) - starts + self.position_ids_start)[None])
+        if self.return_seq_idx:
+            found["seq_idx"] = to_tensor(numbers[None])
+        return found
 
     def _of_trl_row(self, features: Sequence[Any], return_tensors: str | None) -> dict[str, Any]:
         """The batch of a row of TRL, whose terms keep their places."""
