@@ -214,6 +214,27 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         self.assertLess(short[0], 1e-3)
         self.assertLess(max(full[1], short[1]), 1e-2)
 
+    @parameterized.expand([(attention, again) for attention in (True, False) for again in (False, True)])
+    def test_router_logits(self, attention, again):
+        """Those of each layer are outputs of a graph, with gradients of the load balancing loss."""
+        graphed, plain = models_of("qwen3_5_moe")
+        use_cuda_graphs(graphed, ROW_LENGTH, attention=attention)
+        for model in (graphed, plain):
+            model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.5
+            if again:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+        full, short = (self.compare(graphed, plain, rows.values()) for rows in (FULL, SHORT))
+        self.assertEqual(len(graphed.model.layer_graphs._graphs), 2)
+        for lengths in (*FULL.values(), *SHORT.values()):
+            found, expected = (model(**row_on_gpu(lengths)) for model in (graphed, plain))
+            self.assertEqual(found.router_logits[0].shape, (sum(lengths), graphed.config.num_experts))
+            for a, b in zip(found.router_logits, expected.router_logits, strict=True):
+                self.assertLess((a - b).float().norm(), 1e-2 * b.float().norm())
+            (found.loss + expected.loss).backward()
+        report(f"CUDA graphs with logits of routers{', gradient checkpointing' * again}", **{"gradients": full[1]})
+        self.assertLess(max(full[0], short[0]), 1e-3)
+        self.assertLess(max(full[1], short[1]), 1e-2)
+
     @parameterized.expand([("a hook",), ("a change",)])
     def test_a_part_without_its_graph(self, kind):
         """The others run in the memory that all recordings share."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers.utils import logging
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from ..boundaries import WHOLE, SequenceBoundaries
 from ..errors import input_error
@@ -26,6 +27,7 @@ from .families import OWN, families_of, titles
 from .family import Family, Own
 from .inspections import InspectedLayers, are_same
 from .recordings import RecordedLayers, RecordedRow, Use, is_on_gpu, new_place, same_counts
+from .releases import router_logits_of_forward
 from .replacements import Model
 
 
@@ -35,7 +37,8 @@ _CALL = "use_cuda_graphs"
 # A graph supports fewer than 8, 16, 32, ... documents, which limits the number of graphs. Some kernels compute as many parts
 # of the row as so many documents may have.
 _FEWEST_SLOTS = 8
-_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+# What graphs do not return.
+_OUTPUTS = ("output_hidden_states", "output_attentions")
 
 
 def use_cuda_graphs(model: Model, max_length: int, *, attention: bool = True) -> Model:
@@ -171,10 +174,17 @@ def layers_as_graphs(
     trains = text.training and torch.is_grad_enabled()
     if graphs is None or not graphs.max_length or boundaries is None or not trains:
         return nullcontext()
-    outputs = [name for name in _OUTPUTS if options.get(name, getattr(text.config, name, False))]
+
+    def is_set(name: str) -> bool:
+        return options.get(name, getattr(text.config, name, False))
+
+    outputs = list(filter(is_set, _OUTPUTS))
     if outputs:
         _warn(f"{outputs[0]} is set")
         return nullcontext()
+    if is_set("output_router_logits"):
+        # It does not find the layers in one module.
+        maybe_install_capturing_hooks(text)
     # The stock loop over the layers then calls one module.
     return swapped(text._modules, layers=torch.nn.ModuleList([_AllLayers(graphs, text, boundaries)]))
 
@@ -258,7 +268,8 @@ class LayerGraphs:
         positions = options.get("position_embeddings")
         kernels = attention, cast, is_batch_invariant()
         inputs = hidden_states, *(positions or ())
-        key = (slots, *kernels, *((x.shape[2:], x.dtype, x.requires_grad) for x in inputs))
+        returns_logits = router_logits_of_forward() is not None
+        key = (slots, *kernels, returns_logits, *((x.shape[2:], x.dtype, x.requires_grad) for x in inputs))
         if not are_same(layers, [layer for part in self._parts for layer in part]):
             self._forget()
             self._trained_later = set()
@@ -269,7 +280,8 @@ class LayerGraphs:
                 _warn(reason)
                 return _run(layers, hidden_states, options)
             logger.info(f"{_CALL}: recording a graph for rows of up to {slots - 2} documents.")
-            row = RecordedRow(positions, self.max_length, slots, cast, hidden_states.device, self._buffers)
+            device = hidden_states.device
+            row = RecordedRow(positions, self.max_length, slots, cast, device, self._buffers, returns_logits)
             with same_counts(layers):
                 self._graphs[key] = row, self._record(row, hidden_states)
         row, recordings = self._graphs[key]

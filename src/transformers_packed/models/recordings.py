@@ -1,7 +1,7 @@
 """Recordings of layers: one forward and one backward as CUDA graphs, and the autograd function that replays them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from ..boundaries import SequenceBoundaries
 from ..device_boundaries import DeviceBoundaries
 from ..foreign import swapped
 from ..ops.autograd import first_order
+from .releases import collected_router_logits, router_logits_of_forward
 
 
 _WARM_UPS = 2
@@ -28,14 +29,15 @@ class Use:
 class RecordedRow:
     """What the recordings of a row read: cosines and sines, and the boundaries of up to a number of documents.
 
-    `buffers` are the tensors that recordings of all rows use, one row after the other.
+    `buffers` are the tensors that recordings of all rows use, one row after the other. With `returns_logits`, they return the
+    logits of routers.
     """
 
-    def __init__(self, position_embeddings, max_length, slots, cast, device, buffers):
+    def __init__(self, position_embeddings, max_length, slots, cast, device, buffers, returns_logits):
         self.position_embeddings: list[torch.Tensor] | None = None
         if position_embeddings is not None:
             self.position_embeddings = [x.new_zeros(x.shape[0], max_length, *x.shape[2:]) for x in position_embeddings]
-        self.max_length, self.length = max_length, 0
+        self.max_length, self.length, self.returns_logits = max_length, 0, returns_logits
         self.cu_seqlens = torch.full((slots + 1,), max_length, dtype=torch.int32, device=device)
         self.cu_seqlens[0] = 0
         # Without the cache, so the graph does not keep reading weights that were cast before the recording.
@@ -92,8 +94,10 @@ class RecordedLayers:
         # All one-time setup happens before a recording.
         with self._as_recorded():
             for _ in range(_WARM_UPS):
-                self.output = self._warm_up()
+                self.output, logits = self._warm_up()
         self._d_output = row.buffer("gradient", self.output)
+        # Of a router, `[1, T, experts]`.
+        self._d_logits = [row.buffer(f"gradient of router {number}.{i}", x) for i, x in enumerate(logits)]
         self.finish()
 
     @property
@@ -121,40 +125,51 @@ class RecordedLayers:
         # The graph itself computes the layers again.
         return swapped(*map(vars, self._layers), gradient_checkpointing=False)
 
-    def _warm_up(self) -> torch.Tensor:
-        """Run forward and backward of one layer after the other, in the memory of one. Return the tensor for their output."""
+    def _warm_up(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run forward and backward of one layer after the other, in the memory of one.
+
+        Return the tensor for their output, and the logits of routers.
+        """
         x, self._options = self._input, self._row.options()
+        found: list[torch.Tensor] = []
         for layer in self._layers:
-            output = self._run([layer], x)
+            output, *logits = self._run([layer], x)
             # Trained parameters may be unused.
             if output.requires_grad:
                 leaves = _leaves(x, self._trained_in([layer]))
-                _gradients(output, leaves, self._row.buffer("gradient", output))
+                gradients = [self._row.buffer("gradient", output), *map(torch.zeros_like, logits)]
+                _gradients([output, *logits], leaves, gradients)
             x = output.detach().requires_grad_(output.requires_grad)
-        return self._row.buffer("output", x)
+            found += (y.detach() for y in logits)
+        return self._row.buffer("output", x), found
 
     def _compute(self) -> list[torch.Tensor]:
-        """Return the output of the layers, and save what their backward needs."""
+        """Return the output of the layers and the logits of routers, and save what their backward needs."""
         x, self._options = self._input, self._row.options()
         self._saved = []
+        found: list[torch.Tensor] = []
         for layers, again in self._segments:
             trained = self._trained_in(layers)
-            output = self._run_again(layers, x) if again else self._run(layers, x)
-            self._saved.append((trained, x, output))
+            outputs = self._run_again(layers, x) if again else self._run(layers, x)
+            self._saved.append((trained, x, outputs))
+            output, *logits = outputs
             x = output.detach().requires_grad_(bool(_leaves(x, trained)))
-        return [self._row.buffer("output", x).copy_(x.detach())]
+            found += (y.detach() for y in logits)
+        return [self._row.buffer("output", x).copy_(x.detach()), *found]
 
     def _differentiate(self) -> list[torch.Tensor | None]:
         """Return the gradients of the input and of all trained parameters."""
         found: dict[torch.Tensor, torch.Tensor] = {}
         gradient: torch.Tensor | None = self._d_output
+        d_logits = [*self._d_logits]
         # What one segment is done with, the next one's memory can have.
         while self._saved:
-            trained, x, output = self._saved.pop()
-            if not output.requires_grad:
+            trained, x, outputs = self._saved.pop()
+            if not outputs[0].requires_grad:
                 break
             leaves = _leaves(x, trained)
-            for leaf, new in zip(leaves, _gradients(output, leaves, gradient), strict=True):
+            of_routers = [d_logits.pop() for _ in outputs[1:]][::-1]
+            for leaf, new in zip(leaves, _gradients(outputs, leaves, [gradient, *of_routers]), strict=True):
                 # Layers may share parameters.
                 if new is not None:
                     found[leaf] = found[leaf] + new if leaf in found else new
@@ -165,14 +180,18 @@ class RecordedLayers:
         parameters = (self._stand_ins[parameter] for layer in layers for parameter in layer.parameters())
         return [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
 
-    def _run(self, layers: list[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
-        with self._row.autocast():
+    def _run(self, layers: list[torch.nn.Module], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the output of the layers, and the logits `[1, T, experts]` of their routers if the row returns them."""
+        returned: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        if self._row.returns_logits:
+            returned = collected_router_logits()
+        with self._row.autocast(), returned as logits:
             for layer in layers:
                 own = {name: self._stand_ins[parameter] for name, parameter in layer.named_parameters()}
                 x = torch.func.functional_call(layer, own, (x,), self._options)
-        return x
+        return x, *(y[None] for y in logits)
 
-    def _run_again(self, layers: list[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
+    def _run_again(self, layers: list[torch.nn.Module], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run layers that the backward computes again, up to the last tensor that it needs. They have no dropout."""
         return checkpoint(self._run, layers, x, use_reentrant=False, preserve_rng_state=False)
 
@@ -183,25 +202,30 @@ class RecordedLayers:
 
     def run(self, use: Use, hidden_states: torch.Tensor) -> torch.Tensor:
         """Apply the layers to a row whose boundaries [`RecordedRow.fill`] has copied, as one node of autograd."""
-        output = _Replay.apply(self, use, hidden_states, *self._parameters)
+        output, *logits = _Replay.apply(self, use, hidden_states, *self._parameters)
         if output.requires_grad:
             use.left.append(self)
+        of_forward = router_logits_of_forward()
+        if of_forward is not None:
+            of_forward += logits
         return output
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         length = hidden_states.shape[1]
         with torch.no_grad():
             self._input[:, :length].copy_(hidden_states)
             # An earlier row may have left values that are not finite.
             self._input[:, length:].zero_()
-        (output,) = self._forward.replay()
-        return output[:, :length].clone()
+        output, *logits = self._forward.replay()
+        return output[:, :length].clone(), *(x[0, :length].clone() for x in logits)
 
-    def backward(self, d_output: torch.Tensor) -> list[torch.Tensor | None]:
+    def backward(self, d_output: torch.Tensor, *d_logits: torch.Tensor) -> list[torch.Tensor | None]:
         """Return the requested gradients as new tensors, because the next replay overwrites the recorded ones."""
         length = d_output.shape[1]
-        self._d_output[:, :length].copy_(d_output)
-        self._d_output[:, length:].zero_()
+        given = d_output, *(x[None] for x in d_logits)
+        for mine, gradient in zip((self._d_output, *self._d_logits), given, strict=True):
+            mine[:, :length].copy_(gradient)
+            mine[:, length:].zero_()
         gradients = self._backward.replay()
         copies = iter(torch._foreach_mul([x for x in gradients if x is not None], 1))
         return [None if x is None else next(copies) for x in gradients]
@@ -234,10 +258,16 @@ def _leaves(x: torch.Tensor, trained: list[torch.nn.Parameter]) -> list[torch.Te
     return [x, *trained] if x.requires_grad else [*trained]
 
 
-def _gradients(output: torch.Tensor, leaves: list[torch.Tensor], gradient) -> tuple[torch.Tensor | None, ...]:
+def _gradients(
+    outputs: Sequence[torch.Tensor], leaves: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    # The logits of a frozen router have none if nothing before it has.
+    pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
     # Training calls backward outside of autocast.
-    with torch.autocast(output.device.type, enabled=False):
-        return torch.autograd.grad(output, leaves, gradient, allow_unused=True)
+    with torch.autocast(outputs[0].device.type, enabled=False):
+        return torch.autograd.grad(
+            [x for x, _ in pairs], leaves, [gradient for _, gradient in pairs], allow_unused=True
+        )
 
 
 def _segments(layers: list[torch.nn.Module]) -> Iterator[tuple[list[torch.nn.Module], bool]]:
@@ -264,7 +294,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @first_order("Train without graphs.")
-    def backward(ctx, d_output):
+    def backward(ctx, *d_outputs):
         if ctx.graph not in ctx.use.left:
             raise RuntimeError(
                 "use_cuda_graphs: backward has already run for this forward, and its activations are gone. Run the forward "
@@ -275,7 +305,7 @@ class _Replay(torch.autograd.Function):
                 "use_cuda_graphs: a parameter of these layers was changed in place between forward and backward. Change it "
                 "after backward."
             )
-        gradients = ctx.graph.backward(d_output)
+        gradients = ctx.graph.backward(*d_outputs)
         # Later ones should have run theirs before. This one may have overwritten their activations.
         del ctx.use.left[ctx.use.left.index(ctx.graph) :]
         if not ctx.graph.has_trained_input:

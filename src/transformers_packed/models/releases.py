@@ -7,7 +7,8 @@
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial, update_wrapper
 from importlib import import_module
 from operator import attrgetter
@@ -34,6 +35,7 @@ TESTED = {"transformers": "5.24", "trl": "1.16", "peft": "0.21", "accelerate": "
 # What `patch_model` and `register` need: its module and its name there, `module:name.attribute`.
 MODELS = (
     "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY",  # output_hidden_states
+    "transformers.utils.output_capturing:_active_collector",  # output_router_logits of graphs
     "transformers.modeling_utils:PreTrainedModel._can_record_outputs",
     "transformers.modeling_utils:PreTrainedModel._can_set_experts_implementation",  # our op for experts
     "transformers.integrations.moe:_default_apply_gate",
@@ -193,6 +195,26 @@ COPIES, ORIGINAL = "modules_to_save", "original_module"
 def checkpoint_of(layer: torch.nn.Module) -> Callable | None:
     """Return the function that runs a layer under gradient checkpointing."""
     return getattr(layer, CHECKPOINTS[0], None)
+
+
+_ROUTERS = "router_logits"
+
+
+def router_logits_of_forward() -> list[torch.Tensor] | None:
+    """Return the list to which routers append their logits in the forward that runs, if it is to return them."""
+    found = output_capturing._active_collector.get()
+    return None if found is None else found.get(_ROUTERS)
+
+
+@contextmanager
+def collected_router_logits() -> Iterator[list[torch.Tensor]]:
+    """Let routers append their logits to this list meanwhile, whatever the forward that runs is to return."""
+    logits: list[torch.Tensor] = []
+    token = output_capturing._active_collector.set({_ROUTERS: logits})
+    try:
+        yield logits
+    finally:
+        output_capturing._active_collector.reset(token)
 
 
 def wrap_checkpoints(model: torch.nn.Module, wrapper: Callable) -> None:
