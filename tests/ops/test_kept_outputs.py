@@ -320,6 +320,24 @@ class KeptOutputsTest(unittest.TestCase):
         self.assertEqual(self.copies.allocated, before)
         self.assertEqual(len(self.copies.free_unasked), 2 * (NUMBER - 1))
 
+    def test_buffers_of_several_sizes(self):
+        """At the limit of the host's memory, a buffer makes room only for one that then fits."""
+        self.warm()
+        gc.collect()
+        copies, page = self.copies, 1 << 16
+        while copies.free_unasked:
+            copies.drop_unasked()
+        copies.most_unasked, allocated = 9 * page, []
+        for _ in range(4):
+            taken = [copies.take(size * page, unasked=True) for size in (3, 1) * 8]
+            for buffer in taken:
+                if buffer is not None:
+                    copies.give_back(buffer, unasked=True)
+            allocated.append(copies.allocated)
+        self.assertEqual(len(set(allocated)), 1)
+        self.assertEqual(copies.bytes_unasked, sum(x.nbytes for x in copies.free_unasked))
+        self.assertEqual(copies.bytes_unasked, 9 * page)
+
     def test_no_layer_runs_in_evaluation(self):
         self.warm()
         self.calls.known = 0

@@ -314,11 +314,12 @@ class Copies:
             return None
         if self.most_unasked is None:
             self.most_unasked = self.share_of_host()
-        if self.free_unasked:
-            # It is too small.
-            self.drop_unasked()
-        if self.bytes_unasked + size > self.most_unasked or self.bytes + size > self.most:
+        # A free one is too small, and makes room.
+        more = size - (self.free_unasked[-1].nbytes if self.free_unasked else 0)
+        if self.bytes_unasked + more > self.most_unasked or self.bytes + more > self.most:
             return None
+        if self.free_unasked:
+            self.drop_unasked()
         try:
             buffer = self.allocate(size)
         except MemoryError:
