@@ -275,6 +275,23 @@ class KeptOutputsTest(unittest.TestCase):
             self.steps(Model(), 3)
         self.assertLessEqual(self.copies.quota.value, before + 1)
 
+    def test_the_host_is_always_a_row_ahead(self):
+        """Each row ends before the device has come to its last wait."""
+        self.warm()
+        row, waits = 0, []
+
+        def known(clocks, event):
+            event.query = partial(lambda begun: row > begun + 1, row)
+            return event
+
+        with mock.patch.multiple(Clocks, known=known, bytes_per_ms=100):
+            for row in range(16):
+                found = self.step(Model())[1]
+                waits.append(len(self.copies.quota.waits))
+        self.assertEqual(found, 0)
+        # Those of one row.
+        self.assertEqual(max(waits), waits[0])
+
     def warm(self):
         self.steps(Model(), 8)
 

@@ -119,7 +119,7 @@ class Saved(Kept):
     def leave(self) -> None:
         """Give up the tensor on the device. What comes later on its stream, and on this one, waits for its copy."""
         if self.tensor is not None:
-            self.copies.note_wait(self.copied)
+            self.copies.quota.note(self.copies.now, self.copied)
             for stream in (self.stream, self.copies.compute_stream()):
                 stream.wait_event(self.copied)
             self.tensor = None

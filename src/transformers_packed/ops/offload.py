@@ -263,11 +263,6 @@ class Copies:
         self.left -= size if host is not None else 0
         return host
 
-    def note_wait(self, copied: Any) -> None:
-        """Note that the device now waits for the end of a copy."""
-        if self.quota.value:
-            self.quota.waits.append((self.now(), copied))
-
     def room(self) -> int:
         """Bytes of the device that are free, or reserved and not used."""
         return host_memory.free_device_memory(self.device)
