@@ -329,6 +329,34 @@ class KeptOutputsTest(unittest.TestCase):
         # In backward, also those of the layer itself, of which the last one has none.
         self.assertEqual(resident, [0, 2, 2, 2, 2, 2, 2, 4, 4, 4, 4, 2])
 
+    def test_they_come_back_after_what_the_next_layer_keeps(self):
+        """Such as the output of attention. The layer that is computed needs it before the one before needs its outputs."""
+        self.warm()
+        back, fetch = [], host_tensors.Saved.fetch
+
+        def note(saved):
+            if saved.tensor is None:
+                back.append("output" if type(saved) is host_tensors.Output else "kept" if saved.inside else "input")
+            return fetch(saved)
+
+        def run(layer, x):
+            saved = []
+
+            def keeping(x):
+                if saved:
+                    self.host.load(saved[0])
+                else:
+                    saved.append(self.host.save(x.detach() * 2, inside=True))
+                return layer(x)
+
+            return self.run_layer(keeping, x)
+
+        with mock.patch.object(host_tensors.Saved, "fetch", note):
+            self.assertEqual(self.step(Model(), run=run)[1], 2 * (NUMBER - 1))
+        layer = ["kept", "output", "output", "input"]
+        # What the last layer keeps never leaves, and its input leaves for that.
+        self.assertEqual(back, ["input", "output", "output", "input", *layer * (NUMBER - 2), "kept"])
+
     def test_buffers_are_used_again(self):
         self.warm()
         before = self.copies.allocated
