@@ -250,6 +250,15 @@ class KeptOutputsTest(unittest.TestCase):
             self.assertEqual(self.steps(Model(), 8)[0][-1], NUMBER - 1)
         self.assertEqual(self.copies.quota.value, 2)
 
+    def test_no_more_of_a_longer_row(self):
+        self.warm()
+        # One output of a short row has room, and none of a row that is four times as long.
+        with mock.patch.object(Clocks, "has_room", 2.5 * 4 * T * WIDTH):
+            self.assertEqual(self.step(Model())[1], NUMBER - 1)
+            self.x = torch.randn(4 * T, WIDTH, requires_grad=True)
+            self.assertEqual(self.steps(Model(), 4)[0], [0] * 4)
+        self.assertEqual(self.steps(Model(), 4)[0][-1], 2 * (NUMBER - 1))
+
     def test_none_of_copies_that_somebody_asked_for(self):
         self.new(asked=True)
         self.assertEqual(self.steps(Model(), 4)[0], [0] * 4)

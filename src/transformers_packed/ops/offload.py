@@ -184,9 +184,10 @@ class Copies:
         # Of layers: when it began, when the copy of its input ended, and when the next one began.
         self.layers: list[tuple[Any, Any, Any]] | None = None if needed is None else []
         self.begun: Any = None
-        # How many outputs of linear layers are kept, the layers of a row, those that have begun, the bytes of outputs that
-        # the last one may still keep, and what it has kept and the one before it.
-        self.quota = Quota()
+        # How many outputs of linear layers are kept, the bytes that the device had for those of a layer when the row began,
+        # the layers of a row, those that have begun, the bytes of outputs that the last one may still keep, and what it has
+        # kept and the one before it.
+        self.quota, self.room_of_row = Quota(), 0.0
         self.number, self.begun_layers, self.left = 0, 0, 0.0
         self.kept: list[Callable[[], Saved | None]] = []
         self.leaving: list[Callable[[], Saved | None]] = []
@@ -232,8 +233,10 @@ class Copies:
         """Note that a layer begins, with an input of `size` bytes. Return the list of the outputs that it will keep."""
         if not self.begun_layers and self.needed is not None and self.inputs_have_buffers:
             self.quota.begin_row(lambda: self.unused() / size)
+            # A row may be longer than those that the value comes from.
+            self.room_of_row = self.unused() if self.quota.value else 0.0
         self.begun_layers += 1
-        self.left = self.quota.value * size
+        self.left = min(self.quota.value * size, self.room_of_row)
         self.leaving += self.kept
         self.kept = []
         return self.kept
