@@ -287,14 +287,14 @@ class KeptOutputsTest(unittest.TestCase):
     def test_the_host_is_always_a_row_ahead(self):
         """Each row ends before the device has come to its last wait."""
         self.warm()
-        row, waits = 0, []
+        waits = []
 
         def known(clocks, event):
-            event.query = partial(lambda begun: row > begun + 1, row)
+            event.query = partial(lambda row: len(waits) > row + 1, len(waits))
             return event
 
         with mock.patch.multiple(Clocks, known=known, bytes_per_ms=100):
-            for row in range(16):
+            for _ in range(16):
                 found = self.step(Model())[1]
                 waits.append(len(self.copies.quota.waits))
         self.assertEqual(found, 0)
