@@ -15,7 +15,7 @@ from mixins.model import gradients, packed_batch
 from mixins.patch import BUILTINS, OTHERS, documents
 from mixins.vision import TEXT
 from parameterized import parameterized
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -417,6 +417,23 @@ class ModelTest(unittest.TestCase):
         gc.collect()
         (copies,) = self.model.host_checkpoints._copies.values()
         self.assertEqual(len(copies.free_unasked), 3 * 4)
+
+    def test_a_context_of_the_user(self):
+        """It selects products by their number, so the second computation has to have all of them."""
+        use_float8(self.model, lambda module, name: "mlp" in name)
+        batch = packed_batch([torch.arange(1, 60), torch.arange(1, 4)])
+        expected = gradients(self.model, self.model(**batch).loss)
+        context_fn = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        options = {"use_reentrant": False, "context_fn": context_fn}
+        with on_a_cpu(64), offload.all_checkpoints():
+            self.model.activation_checkpointing_enable(options, offload="auto")
+            actual = gradients(self.model, self.model(**batch).loss)
+            self.assertEqual([name for name in expected if not torch.equal(actual[name], expected[name])], [])
+            self.assertEqual(self.model.host_checkpoints.bytes_unasked, 0)
+            self.assertTrue(copy.deepcopy(self.model.host_checkpoints).computes_all)
+            self.model.activation_checkpointing_enable({"use_reentrant": False}, offload="auto")
+            gradients(self.model, self.model(**batch).loss)
+        self.assertGreater(self.model.host_checkpoints.bytes_unasked, 0)
 
     def test_least_memory(self):
         """Then copies never end, and outputs of linear layers do not join them."""

@@ -61,10 +61,12 @@ class HostCheckpoints:
             Makes the copies automatic: tensors stay on the GPU where copies would cost something. Returns the bytes of the
             GPU that somebody else will need, such as an optimizer for its moments, or infinity where a step is to take as
             little of the GPU's memory as it can.
+        computes_all (`bool`, *optional*, defaults to `False`):
+            Whether a second computation leaves out no product, because a `context_fn` of somebody else counts the operators.
     """
 
-    def __init__(self, needed: Callable[[], float] | None = None) -> None:
-        self.needed, self._copies = needed, dict[torch.device, Copies]()
+    def __init__(self, needed: Callable[[], float] | None = None, computes_all: bool = False) -> None:
+        self.needed, self.computes_all, self._copies = needed, computes_all, dict[torch.device, Copies]()
 
     @property
     def automatic(self) -> bool:
@@ -94,15 +96,15 @@ class HostCheckpoints:
             `MemoryError`: the host has no memory for the copies, which are not automatic.
         """
         # The check is to see all that training may do.
-        keeps_outputs = kept_outputs.in_use or not _inputs_first
-        if self.automatic and keeps_outputs and not torch.compiler.is_compiling():
+        keeps_outputs = self.automatic and not self.computes_all and (kept_outputs.in_use or not _inputs_first)
+        if keeps_outputs and not torch.compiler.is_compiling():
             function = Layer(function, self)
         with saved_tensors_hooks(self.save, self.load):
             return checkpoint(function, *args, **kwargs)
 
     def __reduce__(self):
         # A copy of the model has its own buffers.
-        return HostCheckpoints, (_none,) if self.automatic else ()
+        return HostCheckpoints, (_none if self.automatic else None, self.computes_all)
 
     def save(self, tensor: torch.Tensor, inside: bool = False, beside: bool = False, unasked: bool = False) -> Any:
         """Return what [`load`] takes: a tensor that leaves the GPU, or one that stays.
