@@ -101,6 +101,19 @@ class Model:
         return [tensor.grad for tensor in (x, *self.trained())]
 
 
+class Doubled(torch.autograd.Function):
+    """A kernel that writes into its input, as Liger's rotary embeddings do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.data.mul_(2)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
 class KnownTest(unittest.TestCase):
     """What a second computation leaves out, with each kind of term."""
 
@@ -312,6 +325,20 @@ class KeptOutputsTest(unittest.TestCase):
         """It is computed again."""
         self.warm()
         self.assertEqual(self.step(Model(change=True))[1], NUMBER - 1)
+
+    def test_a_kernel_writes_into_an_output(self):
+        """PyTorch does not count that, so such a caller keeps none."""
+        self.warm()
+
+        class Rotating(Model):
+            def layer(self, n, x):
+                a, b, c = linear._fused(x, *map(Projection, self.weights[n]), keep=False)
+                a = Doubled.apply(a)
+                return x + (a.sigmoid() * b * c) @ self.back[n].t()
+
+        self.assertEqual(self.step(Rotating())[1], 0)
+        with offload.all_checkpoints():
+            self.assertEqual(self.step(Rotating())[1], 0)
 
     def test_in_the_check(self):
         """All of them, whatever the copies have time for. Training goes on after it."""
