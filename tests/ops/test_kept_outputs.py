@@ -419,6 +419,18 @@ class KeptOutputsTest(unittest.TestCase):
         self.assertEqual(copies.bytes_unasked, sum(x.nbytes for x in copies.free_unasked))
         self.assertEqual(copies.bytes_unasked, 9 * page)
 
+    def test_layers_before_the_first_trained_one(self):
+        """They keep none, which would leave at once and let the device wait."""
+        model, x = Model(), self.x.detach()
+        for weight in model.weights[0] + model.weights[1]:
+            weight.requires_grad_(False)
+        for _ in range(12):
+            self.calls.known = 0
+            with mock.patch.object(linear, "recipe_of", lambda x: (None, None, None)):
+                model(self.run_layer, x).square().sum().backward()
+        self.assertEqual(self.calls.known, 2 * (NUMBER - 3))
+        self.assertEqual(self.copies.waited, 0)
+
     def test_no_layer_runs_in_evaluation(self):
         self.warm()
         self.calls.known = 0

@@ -213,7 +213,8 @@ class _SharedInputLinears(torch.autograd.Function):
         if by_row or any(y._is_view() for y in outputs if y is not None):
             outputs = [y if y is None else unflattened(y, inputs.shape[:-1]) for y in outputs]
         if layer is not None:
-            layer.keep(outputs)
+            # Without a gradient, nobody may compute the layer again, as for those before the first trained one.
+            layer.keep(outputs if any(ctx.needs_input_grad) else [])
         return tuple(known.get(i, y) for i, y in enumerate(outputs))
 
     @staticmethod
