@@ -101,6 +101,19 @@ class Model:
         return [tensor.grad for tensor in (x, *self.trained())]
 
 
+class Doubled(torch.autograd.Function):
+    """A kernel that writes into its input, as Liger's rotary embeddings do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.data.mul_(2)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
 class KnownTest(unittest.TestCase):
     """What a second computation leaves out, with each kind of term."""
 
@@ -250,6 +263,15 @@ class KeptOutputsTest(unittest.TestCase):
             self.assertEqual(self.steps(Model(), 8)[0][-1], NUMBER - 1)
         self.assertEqual(self.copies.quota.value, 2)
 
+    def test_no_more_of_a_longer_row(self):
+        self.warm()
+        # One output of a short row has room, and none of a row that is four times as long.
+        with mock.patch.object(Clocks, "has_room", 2.5 * 4 * T * WIDTH):
+            self.assertEqual(self.step(Model())[1], NUMBER - 1)
+            self.x = torch.randn(4 * T, WIDTH, requires_grad=True)
+            self.assertEqual(self.steps(Model(), 4)[0], [0] * 4)
+        self.assertEqual(self.steps(Model(), 4)[0][-1], 2 * (NUMBER - 1))
+
     def test_none_of_copies_that_somebody_asked_for(self):
         self.new(asked=True)
         self.assertEqual(self.steps(Model(), 4)[0], [0] * 4)
@@ -275,6 +297,23 @@ class KeptOutputsTest(unittest.TestCase):
             self.steps(Model(), 3)
         self.assertLessEqual(self.copies.quota.value, before + 1)
 
+    def test_the_host_is_always_a_row_ahead(self):
+        """Each row ends before the device has come to its last wait."""
+        self.warm()
+        waits = []
+
+        def known(clocks, event):
+            event.query = partial(lambda row: len(waits) > row + 1, len(waits))
+            return event
+
+        with mock.patch.multiple(Clocks, known=known, bytes_per_ms=100):
+            for _ in range(16):
+                found = self.step(Model())[1]
+                waits.append(len(self.copies.quota.waits))
+        self.assertEqual(found, 0)
+        # Those of one row.
+        self.assertEqual(max(waits), waits[0])
+
     def warm(self):
         self.steps(Model(), 8)
 
@@ -286,6 +325,20 @@ class KeptOutputsTest(unittest.TestCase):
         """It is computed again."""
         self.warm()
         self.assertEqual(self.step(Model(change=True))[1], NUMBER - 1)
+
+    def test_a_kernel_writes_into_an_output(self):
+        """PyTorch does not count that, so such a caller keeps none."""
+        self.warm()
+
+        class Rotating(Model):
+            def layer(self, n, x):
+                a, b, c = linear._fused(x, *map(Projection, self.weights[n]), keep=False)
+                a = Doubled.apply(a)
+                return x + (a.sigmoid() * b * c) @ self.back[n].t()
+
+        self.assertEqual(self.step(Rotating())[1], 0)
+        with offload.all_checkpoints():
+            self.assertEqual(self.step(Rotating())[1], 0)
 
     def test_in_the_check(self):
         """All of them, whatever the copies have time for. Training goes on after it."""
@@ -312,6 +365,34 @@ class KeptOutputsTest(unittest.TestCase):
         # In backward, also those of the layer itself, of which the last one has none.
         self.assertEqual(resident, [0, 2, 2, 2, 2, 2, 2, 4, 4, 4, 4, 2])
 
+    def test_they_come_back_after_what_the_next_layer_keeps(self):
+        """Such as the output of attention. The layer that is computed needs it before the one before needs its outputs."""
+        self.warm()
+        back, fetch = [], host_tensors.Saved.fetch
+
+        def note(saved):
+            if saved.tensor is None:
+                back.append("output" if type(saved) is host_tensors.Output else "kept" if saved.inside else "input")
+            return fetch(saved)
+
+        def run(layer, x):
+            saved = []
+
+            def keeping(x):
+                if saved:
+                    self.host.load(saved[0])
+                else:
+                    saved.append(self.host.save(x.detach() * 2, inside=True))
+                return layer(x)
+
+            return self.run_layer(keeping, x)
+
+        with mock.patch.object(host_tensors.Saved, "fetch", note):
+            self.assertEqual(self.step(Model(), run=run)[1], 2 * (NUMBER - 1))
+        layer = ["kept", "output", "output", "input"]
+        # What the last layer keeps never leaves, and its input leaves for that.
+        self.assertEqual(back, ["input", "output", "output", "input", *layer * (NUMBER - 2), "kept"])
+
     def test_buffers_are_used_again(self):
         self.warm()
         before = self.copies.allocated
@@ -319,6 +400,36 @@ class KeptOutputsTest(unittest.TestCase):
         gc.collect()
         self.assertEqual(self.copies.allocated, before)
         self.assertEqual(len(self.copies.free_unasked), 2 * (NUMBER - 1))
+
+    def test_buffers_of_several_sizes(self):
+        """At the limit of the host's memory, a buffer makes room only for one that then fits."""
+        self.warm()
+        gc.collect()
+        copies, page = self.copies, 1 << 16
+        while copies.free_unasked:
+            copies.drop_unasked()
+        copies.most_unasked, allocated = 9 * page, []
+        for _ in range(4):
+            taken = [copies.take(size * page, unasked=True) for size in (3, 1) * 8]
+            for buffer in taken:
+                if buffer is not None:
+                    copies.give_back(buffer, unasked=True)
+            allocated.append(copies.allocated)
+        self.assertEqual(len(set(allocated)), 1)
+        self.assertEqual(copies.bytes_unasked, sum(x.nbytes for x in copies.free_unasked))
+        self.assertEqual(copies.bytes_unasked, 9 * page)
+
+    def test_layers_before_the_first_trained_one(self):
+        """They keep none, which would leave at once and let the device wait."""
+        model, x = Model(), self.x.detach()
+        for weight in model.weights[0] + model.weights[1]:
+            weight.requires_grad_(False)
+        for _ in range(12):
+            self.calls.known = 0
+            with mock.patch.object(linear, "recipe_of", lambda x: (None, None, None)):
+                model(self.run_layer, x).square().sum().backward()
+        self.assertEqual(self.calls.known, 2 * (NUMBER - 3))
+        self.assertEqual(self.copies.waited, 0)
 
     def test_no_layer_runs_in_evaluation(self):
         self.warm()

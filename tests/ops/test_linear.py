@@ -47,9 +47,9 @@ class ProjectTest(unittest.TestCase):
         self.calls = []
         shared = linear.fused_linears
 
-        def count(hidden_states, layers, dtype):
+        def count(hidden_states, layers, *options):
             self.calls.append(len(layers))
-            return shared(hidden_states, layers, dtype)
+            return shared(hidden_states, layers, *options)
 
         self.enterContext(mock.patch.object(projections, "fused_linears", count))
         self.enterContext(on_a_gpu())

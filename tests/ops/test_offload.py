@@ -9,22 +9,38 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from common.families import tiny_model
 from common.late_copies import LateCopies, on_a_cpu
 from mixins.lora import builtin_model
 from mixins.model import gradients, packed_batch
-from mixins.patch import BUILTINS, OTHERS, documents
+from mixins.patch import BUILTINS, OTHERS, documents, on_a_gpu
 from mixins.vision import TEXT
 from parameterized import parameterized
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.falcon_h1 import modeling_falcon_h1
 
 from transformers_packed import add_mtp, patch_model, use_float8
 from transformers_packed.models import checkpointing
+from transformers_packed.models.checkpoint_formats import Blocks, PackedWeight
 from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops import host_memory, host_tensors, offload
 from transformers_packed.ops.kept_outputs import Layer
+
+
+class Doubled(torch.autograd.Function):
+    """A kernel that writes into its input, which PyTorch does not count."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.data.mul_(2)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
 
 
 def on_host(functions) -> list[bool]:
@@ -417,6 +433,45 @@ class ModelTest(unittest.TestCase):
         gc.collect()
         (copies,) = self.model.host_checkpoints._copies.values()
         self.assertEqual(len(copies.free_unasked), 3 * 4)
+
+    @parameterized.expand([("mixer",), ("packed_weights",)])
+    def test_kernels_of_others_that_write_into_outputs(self, which):
+        """Such as Liger's rotary embeddings, into which the first outputs of attention go as they are."""
+        model, batch = patch_model(tiny_model("falcon_h1")).train(), packed_batch(documents())
+        if which == "packed_weights":
+            # The stock layers run them.
+            for layer in model.model.layers:
+                values = (layer.self_attn.q_proj.weight / 8).detach().to(torch.float8_e4m3fn)
+                blocks = Blocks(values, torch.ones(1, 1), values.shape, torch.float32)
+                layer.self_attn.q_proj.weight = torch.nn.Parameter(PackedWeight(blocks, torch.float32), False)
+            model.set_attn_implementation("eager")
+
+        def rotate(query, key, cos, sin, **_):
+            return Doubled.apply(query), Doubled.apply(key)
+
+        with on_a_gpu(), mock.patch.object(modeling_falcon_h1, "apply_rotary_pos_emb", rotate):
+            expected = gradients(model, model(**batch, use_cache=False).loss)
+            with on_a_cpu(64), offload.all_checkpoints():
+                model.activation_checkpointing_enable({"use_reentrant": False}, offload="auto")
+                actual = gradients(model, model(**batch, use_cache=False).loss)
+        self.assertEqual([name for name in expected if not torch.equal(actual[name], expected[name])], [])
+
+    def test_a_context_of_the_user(self):
+        """It selects products by their number, so the second computation has to have all of them."""
+        use_float8(self.model, lambda module, name: "mlp" in name)
+        batch = packed_batch([torch.arange(1, 60), torch.arange(1, 4)])
+        expected = gradients(self.model, self.model(**batch).loss)
+        context_fn = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        options = {"use_reentrant": False, "context_fn": context_fn}
+        with on_a_cpu(64), offload.all_checkpoints():
+            self.model.activation_checkpointing_enable(options, offload="auto")
+            actual = gradients(self.model, self.model(**batch).loss)
+            self.assertEqual([name for name in expected if not torch.equal(actual[name], expected[name])], [])
+            self.assertEqual(self.model.host_checkpoints.bytes_unasked, 0)
+            self.assertTrue(copy.deepcopy(self.model.host_checkpoints).computes_all)
+            self.model.activation_checkpointing_enable({"use_reentrant": False}, offload="auto")
+            gradients(self.model, self.model(**batch).loss)
+        self.assertGreater(self.model.host_checkpoints.bytes_unasked, 0)
 
     def test_least_memory(self):
         """Then copies never end, and outputs of linear layers do not join them."""

@@ -107,7 +107,8 @@ class PackedWeight(StoredWeight):
                 projection = Projection(weight.dequantized() if isinstance(weight, cls) else weight, bias)
                 dtype = product_dtype(inputs, projection)
                 if dtype is not None and not isinstance(inputs, cls):
-                    return fused_linears(inputs, [projection], dtype)[0]
+                    # Any function may get the output, such as one that rotates it in place.
+                    return fused_linears(inputs, [projection], dtype, keep=False)[0]
             return func(*args, **(kwargs or {}))
 
     @classmethod

@@ -69,6 +69,8 @@ def enable(model: torch.nn.Module, usual: Callable, options: Options) -> None:
     least = options.segment_tokens is not None
     host = _host_of(model, options.offload == _AUTO, least) if beside else vars(model).pop(_COPIES, None)
     others = options.others
+    if host is not None:
+        host.computes_all = "context_fn" in others
     if options.keep_attention is True:
         others = others | {"context_fn": partial(keeping_attention, host) if beside else keeping_attention}
     usual(others or None, options.every_n_layers, options.offload is True and not beside)

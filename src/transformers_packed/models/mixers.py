@@ -28,7 +28,9 @@ def causal_attention(module: Any, boundaries: SequenceBoundaries, hidden_states,
     if attention_of(module.config) != "sdpa":
         return None
     stock = import_module(family_of(module).stock)
-    rows = project(hidden_states, module.q_proj, module.k_proj, module.v_proj)
+    # Another library may have replaced the function that rotates them, by one that does so in place.
+    rotates = position_embeddings is not None and not hasattr(module, "q_layernorm")
+    rows = project(hidden_states, module.q_proj, module.k_proj, module.v_proj, keep=not rotates)
     query, key, value = (x.unflatten(-1, (-1, module.head_dim)) for x in rows)
     if hasattr(module, "q_layernorm"):
         query, key = module.q_layernorm(query), module.k_layernorm(key)

@@ -88,8 +88,11 @@ def to_fuse(
     return projection if dtype == hidden_states.dtype else lambda x: project(x, layer)[0]
 
 
-def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """Apply each of these linear layers to `hidden_states`, in a single autograd step if possible."""
+def project(hidden_states: torch.Tensor, *layers: torch.nn.Module, keep: bool = True) -> tuple[torch.Tensor, ...]:
+    """Apply each of these linear layers to `hidden_states`, in a single autograd step if possible.
+
+    `keep` is that of [`fused_linears`].
+    """
     outputs: dict[int, torch.Tensor] = {}
     groups: dict[torch.dtype, dict[int, Projection]] = {}
     for i, layer in enumerate(layers):
@@ -100,7 +103,8 @@ def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torc
             projection, dtype = terms
             groups.setdefault(dtype, {})[i] = projection
     for dtype, group in groups.items():
-        outputs |= zip(group, fused_linears(hidden_states, list(group.values()), dtype), strict=True)
+        found = fused_linears(hidden_states, list(group.values()), dtype, keep)
+        outputs |= zip(group, found, strict=True)
     return tuple(outputs[i] for i in range(len(layers)))
 
 

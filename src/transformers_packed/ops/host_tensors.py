@@ -89,12 +89,6 @@ class Saved(Kept):
     def load(self) -> torch.Tensor:
         """Return the tensor on the device, and start the copies of those that are needed next."""
         self.check()
-        if not self.inside:
-            self.copies.begin_backward()
-            layer = self.earlier()
-            for output in () if layer is None else layer.outputs:
-                if (saved := output()) is not None:
-                    saved.fetch()
         tensor, self.loaded = self.fetch(), True
         self.leave()
         earlier = self.before()
@@ -102,7 +96,18 @@ class Saved(Kept):
             earlier = earlier.before()
         if earlier is not None:
             earlier.fetch()
+        if not self.inside:
+            self.copies.begin_backward()
+            self.fetch_outputs()
         return tensor
+
+    def fetch_outputs(self) -> None:
+        """Start the copies of outputs of the layer before, after those of what this layer needs."""
+        layer = self.earlier()
+        for output in [] if layer is None else layer.outputs:
+            saved = output()
+            if saved is not None:
+                saved.fetch()
 
     def fetch(self) -> torch.Tensor:
         """Return the tensor on the device, where it may not have arrived."""
@@ -119,7 +124,7 @@ class Saved(Kept):
     def leave(self) -> None:
         """Give up the tensor on the device. What comes later on its stream, and on this one, waits for its copy."""
         if self.tensor is not None:
-            self.copies.note_wait(self.copied)
+            self.copies.quota.note(self.copies.now, self.copied)
             for stream in (self.stream, self.copies.compute_stream()):
                 stream.wait_event(self.copied)
             self.tensor = None

@@ -32,20 +32,28 @@ class Quota:
         self.value, self.grows = 0.0, True
         # Whether an output has been left out since the value has changed.
         self.is_too_small = False
-        # When the device began to wait for a copy, and when the copy ended, since the value has changed.
+        # When the device began to wait for a copy, and when the copy ended, in one row, and whether that row is over.
         self.waits: list[tuple[Any, Any]] = []
+        self.is_over = False
         self.is_usual = True
 
     def forget(self) -> None:
         """Leave out the waits since the value has changed: something else has taken time."""
         self.is_usual = False
 
+    def note(self, now: Callable[[], Any], copied: Any) -> None:
+        """Note that the device waits from now on for the end of a copy."""
+        if self.value and not self.is_over:
+            self.waits.append((now(), copied))
+
     def begin_row(self, most: Callable[[], float]) -> None:
         """Change the value if the device has come to all waits that are noted. `most` returns the largest one it may have."""
         if self.waits and not all(event.query() for event in self.waits[-1]):
+            # The host is always ahead, so later waits would never be those of the past.
+            self.is_over = True
             return
         waits, is_usual, is_too_small = self.waits, self.is_usual, self.is_too_small
-        self.waits, self.is_usual, self.is_too_small = [], True, False
+        self.waits, self.is_over, self.is_usual, self.is_too_small = [], False, True, False
         if not is_usual:
             return
         late = sum(begun.elapsed_time(copied) > 0 for begun, copied in waits)

@@ -116,17 +116,18 @@ def shared_input_linears(
 
 
 def fused_linears(
-    hidden_states: torch.Tensor, projections: Sequence[Projection], dtype: torch.dtype
+    hidden_states: torch.Tensor, projections: Sequence[Projection], dtype: torch.dtype, keep: bool = True
 ) -> tuple[torch.Tensor, ...]:
     """[`shared_input_linears`] on a GPU, for layers whose [`product_dtype`] is `dtype`.
 
     It skips the checks of each layer. On short rows, the host would take longer for them than the GPU for the layers.
+    Without `keep`, host memory gets no outputs: kernels of others may write into them, which PyTorch does not notice.
     """
     name = _name(projections)
     if is_transformed() or (name != "linear" and _verify_fused(hidden_states, *projections)):
         return shared_input_linears(hidden_states, *projections)
     ran(name, "fused")
-    return _fused(hidden_states, *projections, dtype=dtype)
+    return _fused(hidden_states, *projections, dtype=dtype, keep=keep)
 
 
 def _in_float8(projections: Sequence[Projection]) -> list[Float8Weight | BlocksWeight]:
@@ -161,7 +162,7 @@ def apply_reference(hidden_states: torch.Tensor, layer: torch.Tensor | Projectio
     return y
 
 
-def _fused(hidden_states, *projections, dtype=None):
+def _fused(hidden_states, *projections, dtype=None, keep=True):
     plan, tensors = planned(projections)
     recipe = None, None, None
     # The gradient of a weight takes long and needs its input. In float8, weights keep the input in a form of their own.
@@ -169,7 +170,7 @@ def _fused(hidden_states, *projections, dtype=None):
     if not trained or _in_float8(projections):
         recipe = recipe_of(hidden_states)
     dtype = dtype or product_dtype(hidden_states, projections[0])
-    outputs = _SharedInputLinears.apply(hidden_states, plan, dtype, *recipe, *tensors)
+    outputs = _SharedInputLinears.apply(hidden_states, plan, dtype, keep, *recipe, *tensors)
     if autocast_dtype(hidden_states):
         return outputs
     # A quantized layer returns the dtype of its input, even if its products have another one.
@@ -193,7 +194,7 @@ def _verify_fused(hidden_states, *projections):
 
 class _SharedInputLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_states, plan: Plan, dtype, recompute, source, weight, *tensors):
+    def forward(ctx, hidden_states, plan: Plan, dtype, keep, recompute, source, weight, *tensors):
         ctx.like, ctx.recompute = (hidden_states.shape, hidden_states.dtype), recompute
         inputs = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
         products = Products(ctx, plan, tensors, dtype)
@@ -206,13 +207,14 @@ class _SharedInputLinears(torch.autograd.Function):
             source = inputs
         products.save(ctx, source, weight)
         ctx.set_materialize_grads(False)
-        layer = running_layer()
+        layer = running_layer() if keep else None
         known = {} if layer is None else layer.known()
         outputs = products.forward(rows, known)
         if by_row or any(y._is_view() for y in outputs if y is not None):
             outputs = [y if y is None else unflattened(y, inputs.shape[:-1]) for y in outputs]
         if layer is not None:
-            layer.keep(outputs)
+            # Without a gradient, nobody may compute the layer again, as for those before the first trained one.
+            layer.keep(outputs if any(ctx.needs_input_grad) else [])
         return tuple(known.get(i, y) for i, y in enumerate(outputs))
 
     @staticmethod
@@ -229,7 +231,7 @@ class _SharedInputLinears(torch.autograd.Function):
         d_rows = products.input_gradient(gradients, ctx.needs_input_grad[0])
         found = products.parameter_gradients(gradients, rows)
         shape, dtype = ctx.like
-        return None if d_rows is None else d_rows.view(shape).to(dtype), *[None] * 5, *found
+        return None if d_rows is None else d_rows.view(shape).to(dtype), *[None] * 6, *found
 
 
 IMPLEMENTATIONS = {

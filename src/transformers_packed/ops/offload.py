@@ -61,10 +61,12 @@ class HostCheckpoints:
             Makes the copies automatic: tensors stay on the GPU where copies would cost something. Returns the bytes of the
             GPU that somebody else will need, such as an optimizer for its moments, or infinity where a step is to take as
             little of the GPU's memory as it can.
+        computes_all (`bool`, *optional*, defaults to `False`):
+            Whether a second computation leaves out no product, because a `context_fn` of somebody else counts the operators.
     """
 
-    def __init__(self, needed: Callable[[], float] | None = None) -> None:
-        self.needed, self._copies = needed, dict[torch.device, Copies]()
+    def __init__(self, needed: Callable[[], float] | None = None, computes_all: bool = False) -> None:
+        self.needed, self.computes_all, self._copies = needed, computes_all, dict[torch.device, Copies]()
 
     @property
     def automatic(self) -> bool:
@@ -94,15 +96,15 @@ class HostCheckpoints:
             `MemoryError`: the host has no memory for the copies, which are not automatic.
         """
         # The check is to see all that training may do.
-        keeps_outputs = kept_outputs.in_use or not _inputs_first
-        if self.automatic and keeps_outputs and not torch.compiler.is_compiling():
+        keeps_outputs = self.automatic and not self.computes_all and (kept_outputs.in_use or not _inputs_first)
+        if keeps_outputs and not torch.compiler.is_compiling():
             function = Layer(function, self)
         with saved_tensors_hooks(self.save, self.load):
             return checkpoint(function, *args, **kwargs)
 
     def __reduce__(self):
         # A copy of the model has its own buffers.
-        return HostCheckpoints, (_none,) if self.automatic else ()
+        return HostCheckpoints, (_none if self.automatic else None, self.computes_all)
 
     def save(self, tensor: torch.Tensor, inside: bool = False, beside: bool = False, unasked: bool = False) -> Any:
         """Return what [`load`] takes: a tensor that leaves the GPU, or one that stays.
@@ -184,9 +186,10 @@ class Copies:
         # Of layers: when it began, when the copy of its input ended, and when the next one began.
         self.layers: list[tuple[Any, Any, Any]] | None = None if needed is None else []
         self.begun: Any = None
-        # How many outputs of linear layers are kept, the layers of a row, those that have begun, the bytes of outputs that
-        # the last one may still keep, and what it has kept and the one before it.
-        self.quota = Quota()
+        # How many outputs of linear layers are kept, the bytes that the device had for those of a layer when the row began,
+        # the layers of a row, those that have begun, the bytes of outputs that the last one may still keep, and what it has
+        # kept and the one before it.
+        self.quota, self.room_of_row = Quota(), 0.0
         self.number, self.begun_layers, self.left = 0, 0, 0.0
         self.kept: list[Callable[[], Saved | None]] = []
         self.leaving: list[Callable[[], Saved | None]] = []
@@ -232,8 +235,10 @@ class Copies:
         """Note that a layer begins, with an input of `size` bytes. Return the list of the outputs that it will keep."""
         if not self.begun_layers and self.needed is not None and self.inputs_have_buffers:
             self.quota.begin_row(lambda: self.unused() / size)
+            # A row may be longer than those that the value comes from.
+            self.room_of_row = self.unused() if self.quota.value else 0.0
         self.begun_layers += 1
-        self.left = self.quota.value * size
+        self.left = min(self.quota.value * size, self.room_of_row)
         self.leaving += self.kept
         self.kept = []
         return self.kept
@@ -262,11 +267,6 @@ class Copies:
         host = self.take(size, unasked=True)
         self.left -= size if host is not None else 0
         return host
-
-    def note_wait(self, copied: Any) -> None:
-        """Note that the device now waits for the end of a copy."""
-        if self.quota.value:
-            self.quota.waits.append((self.now(), copied))
 
     def room(self) -> int:
         """Bytes of the device that are free, or reserved and not used."""
@@ -314,11 +314,12 @@ class Copies:
             return None
         if self.most_unasked is None:
             self.most_unasked = self.share_of_host()
-        if self.free_unasked:
-            # It is too small.
-            self.drop_unasked()
-        if self.bytes_unasked + size > self.most_unasked or self.bytes + size > self.most:
+        # A free one is too small, and makes room.
+        more = size - (self.free_unasked[-1].nbytes if self.free_unasked else 0)
+        if self.bytes_unasked + more > self.most_unasked or self.bytes + more > self.most:
             return None
+        if self.free_unasked:
+            self.drop_unasked()
         try:
             buffer = self.allocate(size)
         except MemoryError:
