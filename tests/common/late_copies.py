@@ -51,6 +51,8 @@ class LateCopies(offload.Copies):
     def room(self):
         return self.has_room
 
+    room_beside_steps = room
+
     def start(self, target, source):
         # These share the memory, and later changes do not count as changes of the tensor.
         self.copies, (to, of) = self.copies + 1, (x.data for x in (target, source))

@@ -101,7 +101,7 @@ class OffloadTest(unittest.TestCase):
         self.enterContext(mock.patch.object(kept_outputs, "in_use", True))
         for _ in range(20):
             self.assert_same(self.gradients(), expected)
-        before = self.copies.quota.value
+        before = self.copies.outputs.quota.value
         with mock.patch.object(Layer, "known", count):
             self.assert_same(self.gradients(), expected)
         self.assertGreater(sum(found), 0)
@@ -119,7 +119,7 @@ class OffloadTest(unittest.TestCase):
             self.assert_same(self.gradients(), expected)
         # Of the calls, half are in the forward.
         report("outputs of linear layers", kept=sum(found), calls=len(found) // 2, quota=before)
-        self.assertLess(self.copies.quota.value, before)
+        self.assertLess(self.copies.outputs.quota.value, before)
 
     @parameterized.expand(["copies", "computation"])
     def test_slow_streams(self, which):

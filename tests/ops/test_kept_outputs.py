@@ -11,7 +11,7 @@ from common.late_copies import Event, LateCopies, on_a_cpu
 from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint
 
-from transformers_packed.ops import host_tensors, kept_outputs, linear, offload
+from transformers_packed.ops import host_memory, host_tensors, kept_outputs, linear, offload
 from transformers_packed.ops.terms import (
     Adapter,
     BlocksWeight,
@@ -245,7 +245,7 @@ class KeptOutputsTest(unittest.TestCase):
             self.assertEqual(found[-4:], [kept * (NUMBER - 1)] * 4)
             self.assertLess(waited, 0.02 * ms)
             self.assertAlmostEqual(ms - waited, NUMBER * 10 - kept * (NUMBER - 1))
-            self.assertFalse(self.copies.quota.grows and kept < 2)
+            self.assertFalse(self.copies.outputs.quota.grows and kept < 2)
             self.assertEqual(self.step(Model(kind)), ((3 - kept) * NUMBER + kept, kept * (NUMBER - 1)))
 
     def test_none_while_nothing_uses_them(self):
@@ -261,7 +261,7 @@ class KeptOutputsTest(unittest.TestCase):
         # Of this, a fifth stays free.
         with mock.patch.object(Clocks, "has_room", 2.5 * 4 * T * WIDTH):
             self.assertEqual(self.steps(Model(), 8)[0][-1], NUMBER - 1)
-        self.assertEqual(self.copies.quota.value, 2)
+        self.assertEqual(self.copies.outputs.quota.value, 2)
 
     def test_no_more_of_a_longer_row(self):
         self.warm()
@@ -271,6 +271,12 @@ class KeptOutputsTest(unittest.TestCase):
             self.x = torch.randn(4 * T, WIDTH, requires_grad=True)
             self.assertEqual(self.steps(Model(), 4)[0], [0] * 4)
         self.assertEqual(self.steps(Model(), 4)[0][-1], 2 * (NUMBER - 1))
+
+    def test_room_beside_steps(self):
+        """What a step has needed at its peak is not free between steps."""
+        found = {"mem_get_info": (5, 100), "memory_reserved": 70, "memory_allocated": 20, "max_memory_allocated": 62}
+        with mock.patch.multiple(torch.cuda, **{name: mock.Mock(return_value=x) for name, x in found.items()}):
+            self.assertEqual(host_memory.never_used_device_memory(torch.device("cuda")), 5 + 8)
 
     def test_none_of_copies_that_somebody_asked_for(self):
         self.new(asked=True)
@@ -287,15 +293,20 @@ class KeptOutputsTest(unittest.TestCase):
         with mock.patch.object(Clocks, "bytes_per_ms", 100):
             self.assertEqual(self.steps(Model(), 12)[0][-1], 0)
 
+    def test_more_again_once_the_copies_are_fast(self):
+        self.test_fewer_once_the_copies_take_longer()
+        with mock.patch.object(kept_outputs, "_AGAIN", 4):
+            self.assertEqual(self.steps(Model(), 12)[0][-1], 2 * (NUMBER - 1))
+
     def test_the_host_is_ahead(self):
         """What the device has not used yet tells nothing."""
         self.steps(Model(), 8)
-        before = self.copies.quota.value
+        before = self.copies.outputs.quota.value
         with mock.patch.object(Clocks, "known", lambda self, event: event):
             # In this time, no copy is far enough behind.
             self.copies.time = -1e6
             self.steps(Model(), 3)
-        self.assertLessEqual(self.copies.quota.value, before + 1)
+        self.assertLessEqual(self.copies.outputs.quota.value, before + 1)
 
     def test_the_host_is_always_a_row_ahead(self):
         """Each row ends before the device has come to its last wait."""
@@ -309,7 +320,7 @@ class KeptOutputsTest(unittest.TestCase):
         with mock.patch.multiple(Clocks, known=known, bytes_per_ms=100):
             for _ in range(16):
                 found = self.step(Model())[1]
-                waits.append(len(self.copies.quota.waits))
+                waits.append(len(self.copies.outputs.quota.waits))
         self.assertEqual(found, 0)
         # Those of one row.
         self.assertEqual(max(waits), waits[0])
@@ -436,5 +447,5 @@ class KeptOutputsTest(unittest.TestCase):
         self.calls.known = 0
         with torch.no_grad():
             Model()(self.run_layer, self.x)
-        self.assertEqual((self.calls.known, len(self.copies.kept)), (0, 0))
+        self.assertEqual((self.calls.known, len(self.copies.outputs.kept)), (0, 0))
         self.assertEqual(self.step(Model())[1], 2 * (NUMBER - 1))

@@ -20,6 +20,12 @@ def free_device_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
+def never_used_device_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU that are free, or reserved by this process, beside the most that it has allocated."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
 def free_host_memory() -> int:
     """Return the bytes of host memory that are free, within the limit of the container."""
     free = psutil.virtual_memory().available

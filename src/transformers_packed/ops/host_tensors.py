@@ -97,7 +97,7 @@ class Saved(Kept):
         if earlier is not None:
             earlier.fetch()
         if not self.inside:
-            self.copies.begin_backward()
+            self.copies.outputs.begin_backward()
             self.fetch_outputs()
         return tensor
 
@@ -124,7 +124,7 @@ class Saved(Kept):
     def leave(self) -> None:
         """Give up the tensor on the device. What comes later on its stream, and on this one, waits for its copy."""
         if self.tensor is not None:
-            self.copies.quota.note(self.copies.now, self.copied)
+            self.copies.outputs.quota.note(self.copies.now, self.copied)
             for stream in (self.stream, self.copies.compute_stream()):
                 stream.wait_event(self.copied)
             self.tensor = None
@@ -158,7 +158,7 @@ class Output(Saved):
         super().__init__(tensor, copies, host, nothing, inside=True, beside=False, unasked=True)
 
     def link(self, last: "Callable[[], Saved | None]") -> None:
-        self.copies.kept.append(weakref.ref(self))
+        self.copies.outputs.kept.append(weakref.ref(self))
 
     def load(self) -> torch.Tensor:
         """Return a tensor on the device into which others may write."""

@@ -15,21 +15,24 @@ import torch
 from .autograd import detached
 
 
-# Whether layers keep outputs in training. The check before the first step keeps all. Steps with them have to be measured first.
+# Whether layers keep outputs. Steps with them have to be measured first.
 in_use = False
-# How many bytes of outputs more a layer keeps in the next row for each byte of its input, as long as few are late, how many
-# fewer if more are late, and what share that is.
+# How many bytes of outputs more a layer keeps in the next row for each byte of its input, as long as few copies are late, how
+# many fewer if more are late, and what share that is.
 _MORE, _FEWER, _LATE = 1.0, 0.5, 1 / 8
+# After how many rows without late copies it may be more again.
+_AGAIN = 64
 
 
 class Quota:
     """The bytes of outputs that a layer may keep for each byte of its input.
 
-    They grow from row to row until the device has to wait for copies, and then shrink until it does not.
+    They grow from row to row until the device has to wait for copies, and then shrink until it does not. Much later, they may
+    grow again.
     """
 
     def __init__(self) -> None:
-        self.value, self.grows = 0.0, True
+        self.value, self.grows, self.rows = 0.0, True, 0
         # Whether an output has been left out since the value has changed.
         self.is_too_small = False
         # When the device began to wait for a copy, and when the copy ended, in one row, and whether that row is over.
@@ -57,10 +60,65 @@ class Quota:
         if not is_usual:
             return
         late = sum(begun.elapsed_time(copied) > 0 for begun, copied in waits)
+        self.rows += 1
         if late > _LATE * len(waits):
-            self.value, self.grows = max(self.value - _FEWER, 0.0), False
-        elif self.grows and is_too_small and self.value + _MORE <= most():
-            self.value += _MORE
+            self.value, self.grows, self.rows = max(self.value - _FEWER, 0.0), False, 0
+        elif (self.grows or self.rows >= _AGAIN) and is_too_small and self.value + _MORE <= most():
+            self.value, self.grows = self.value + _MORE, True
+
+
+class Outputs:
+    """What the layers of a row keep, and how much they may. The backward of the last one comes at once, so it keeps none."""
+
+    def __init__(self) -> None:
+        self.quota = Quota()
+        # The layers of a row, and those that have begun.
+        self.number = self.begun = 0
+        # Bytes that the device had for the outputs of a layer when the row began, and bytes that this layer may still keep.
+        self.room = self.left = 0.0
+        # Of this layer, and of earlier ones, which leave the device next.
+        self.kept: list[Callable[[], Any]] = []
+        self.leaving: list[Callable[[], Any]] = []
+
+    def begin_layer(self, size: int, unused: Callable[[], float] | None) -> list[Callable[[], Any]]:
+        """Note that a layer begins, and return the list of what it will keep.
+
+        Args:
+            size (`int`):
+                Bytes of its input.
+            unused (`Callable[[], float]`, *optional*):
+                Returns the bytes of the device that nobody needs. Without it, the quota stays.
+        """
+        if not self.begun and unused is not None:
+            self.quota.begin_row(lambda: unused() / size)
+            # A row may be longer than those that the value comes from.
+            self.room = unused() if self.quota.value else 0.0
+        self.begun += 1
+        self.left = min(self.quota.value * size, self.room)
+        self.leaving += self.kept
+        self.kept = []
+        return self.kept
+
+    def begin_backward(self) -> None:
+        """Note that a layer of a backward begins."""
+        if self.begun:
+            self.number, self.begun = self.begun, 0
+
+    def leave(self) -> None:
+        """Let outputs of earlier layers leave the device."""
+        for saved in self.leaving:
+            output = saved()
+            if output is not None:
+                output.leave_unchanged()
+        self.leaving = []
+
+    def may_keep(self, size: int) -> bool:
+        """Whether this layer may keep an output of so many bytes."""
+        if self.begun >= self.number:
+            return False
+        if size > self.left:
+            self.quota.is_too_small = True
+        return size <= self.left
 
 
 class _Running(threading.local):

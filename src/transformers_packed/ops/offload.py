@@ -30,7 +30,7 @@ from transformers.utils import logging
 from ..foreign import swapped
 from . import host_memory, kept_outputs
 from .host_tensors import Kept, Output, Saved, nothing
-from .kept_outputs import Layer, Quota
+from .kept_outputs import Layer, Outputs
 
 
 logger = logging.get_logger(__name__)
@@ -95,9 +95,7 @@ class HostCheckpoints:
             `ValueError`: `function` writes into one of its arguments, which would then be of another state in backward.
             `MemoryError`: the host has no memory for the copies, which are not automatic.
         """
-        # The check is to see all that training may do.
-        keeps_outputs = self.automatic and not self.computes_all and (kept_outputs.in_use or not _inputs_first)
-        if keeps_outputs and not torch.compiler.is_compiling():
+        if kept_outputs.in_use and self.automatic and not self.computes_all and not torch.compiler.is_compiling():
             function = Layer(function, self)
         with saved_tensors_hooks(self.save, self.load):
             return checkpoint(function, *args, **kwargs)
@@ -186,13 +184,8 @@ class Copies:
         # Of layers: when it began, when the copy of its input ended, and when the next one began.
         self.layers: list[tuple[Any, Any, Any]] | None = None if needed is None else []
         self.begun: Any = None
-        # How many outputs of linear layers are kept, the bytes that the device had for those of a layer when the row began,
-        # the layers of a row, those that have begun, the bytes of outputs that the last one may still keep, and what it has
-        # kept and the one before it.
-        self.quota, self.room_of_row = Quota(), 0.0
-        self.number, self.begun_layers, self.left = 0, 0, 0.0
-        self.kept: list[Callable[[], Saved | None]] = []
-        self.leaving: list[Callable[[], Saved | None]] = []
+        # Of linear layers.
+        self.outputs = Outputs()
 
     def share_of_host(self) -> float:
         """Bytes of the free memory of the host that this process may take unasked."""
@@ -220,53 +213,35 @@ class Copies:
             return
         self.layers = None
         waited = sum(begun.elapsed_time(end) * _WAITS < end.elapsed_time(copied) for begun, copied, end in layers)
-        if 2 * waited > len(layers) and self.bytes < self.unused():
+        assert self.needed is not None
+        if 2 * waited > len(layers) and self.bytes < _ROOM * self.room() - self.needed():
             self.most = 0
             logger.warning_once(
                 "Checkpoints stay on the GPU, because their copies to the host take longer than layers."
             )
 
-    def unused(self) -> float:
-        """Return the bytes of the device that automatic copies may leave to tensors."""
-        assert self.needed is not None
-        return _ROOM * self.room() - self.needed()
+    def take_output(self, size: int) -> torch.Tensor | None:
+        """Return a buffer for an output of the layer that runs, or `None` if it is computed again."""
+        self.outputs.leave()
+        if _inputs_first and not self.outputs.may_keep(size):
+            return None
+        host = self.take(size, unasked=True)
+        self.outputs.left -= size if host is not None else 0
+        return host
 
     def begin_layer(self, size: int) -> "list[Callable[[], Saved | None]]":
         """Note that a layer begins, with an input of `size` bytes. Return the list of the outputs that it will keep."""
-        if not self.begun_layers and self.needed is not None and self.inputs_have_buffers:
-            self.quota.begin_row(lambda: self.unused() / size)
-            # A row may be longer than those that the value comes from.
-            self.room_of_row = self.unused() if self.quota.value else 0.0
-        self.begun_layers += 1
-        self.left = min(self.quota.value * size, self.room_of_row)
-        self.leaving += self.kept
-        self.kept = []
-        return self.kept
+        known = self.needed is not None and self.inputs_have_buffers
+        return self.outputs.begin_layer(size, self.never_used if known else None)
 
-    def begin_backward(self) -> None:
-        """Note that a layer of a backward begins."""
-        if self.begun_layers:
-            self.number, self.begun_layers = self.begun_layers, 0
+    def never_used(self) -> float:
+        """Return the bytes of the device that no step has used, and nobody will need."""
+        assert self.needed is not None
+        return _ROOM * self.room_beside_steps() - self.needed()
 
-    def take_output(self, size: int) -> torch.Tensor | None:
-        """Return a buffer for an output of the layer that runs, or `None` if it is computed again.
-
-        The outputs of earlier layers leave the device. The last layer keeps none: its backward comes at once.
-        """
-        for saved in self.leaving:
-            output = saved()
-            if output is not None:
-                output.leave_unchanged()
-        self.leaving = []
-        if _inputs_first:
-            if self.begun_layers >= self.number:
-                return None
-            if size > self.left:
-                self.quota.is_too_small = True
-                return None
-        host = self.take(size, unasked=True)
-        self.left -= size if host is not None else 0
-        return host
+    def room_beside_steps(self) -> int:
+        """Bytes of the device that are free, or reserved, beside the most that was allocated."""
+        return host_memory.never_used_device_memory(self.device)
 
     def room(self) -> int:
         """Bytes of the device that are free, or reserved and not used."""
@@ -326,7 +301,7 @@ class Copies:
             self.most_unasked = 0
             return None
         # Which takes long.
-        self.quota.forget()
+        self.outputs.quota.forget()
         self.bytes += size
         self.bytes_unasked += size
         return buffer
