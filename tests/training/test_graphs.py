@@ -386,14 +386,6 @@ class TrainerTest(GivenGpuTest):
                 (kinds.count(callback.GraphsCallback), trainer.model.model.layer_graphs), (expected, None)
             )
 
-    def test_a_family_whose_graphs_no_gpu_has_run(self):
-        trainer, _ = self.configured(train=False)
-        with mock.patch.object(callback, "choose_graphs", return_value=(False, "a test")) as choose:
-            for tries in (False, True):
-                with mock.patch.object(callback, "families_of", return_value=[mock.Mock(tries_graphs=tries)]):
-                    callback.GraphsCallback(trainer).on_train_begin(trainer.args, TrainerState(max_steps=2), None)
-                self.assertEqual(choose.called, tries)
-
     def test_deterministic_algorithms(self):
         """A measurement does not come out the same twice."""
         torch.use_deterministic_algorithms(True)

@@ -137,8 +137,6 @@ class Family:
             Whether its checkpoints may have a head of multi-token prediction that this package trains.
         has_graphs (`bool`, *optional*, defaults to `False`):
             Whether its layers can run as CUDA graphs.
-        tries_graphs (`bool`, *optional*, defaults to `False`):
-            Whether Trainers measure them unasked. They do once the graphs were compared on a GPU.
         has_float8 (`bool`, *optional*, defaults to `False`):
             Whether its linear layers were trained in float8.
         has_host_layers (`bool`, *optional*, defaults to `True`):
@@ -162,7 +160,6 @@ class Family:
     has_indexer: bool = False
     has_mtp: bool = False
     has_graphs: bool = False
-    tries_graphs: bool = False
     has_float8: bool = False
     has_host_layers: bool = True
     implies_head: bool = False

@@ -16,6 +16,5 @@ KIMI_LINEAR = Family(
     sensitive=("f_a_proj", "f_b_proj", "b_proj"),
     rule="kimi_delta_rule",
     has_graphs=True,
-    tries_graphs=True,
     sizes=partial(latent_sizes, low_rank_gates=True, has_gate=False),
 )

@@ -19,7 +19,6 @@ QWEN3_5 = Family(
     takes_images=True,
     has_mtp=True,
     has_graphs=True,
-    tries_graphs=True,
     has_float8=True,
     sizes=qwen_sizes,
 )

@@ -14,7 +14,6 @@ QWEN3_5_MOE = Family(
     takes_images=True,
     has_mtp=True,
     has_graphs=True,
-    tries_graphs=True,
     has_float8=True,
     sizes=qwen_sizes,
 )

@@ -19,7 +19,6 @@ QWEN3_NEXT = Family(
     implies_head=True,
     has_mtp=True,
     has_graphs=True,
-    tries_graphs=True,
     has_float8=True,
     sizes=partial(qwen_sizes, together=True, mlp_linear_layers=0),
 )

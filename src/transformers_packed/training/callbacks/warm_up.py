@@ -17,8 +17,6 @@ from ...data.dataset import PackingDataset, sampled_lengths
 from ...data.usual_rows import Rows, rows_of
 from ...errors import described
 from ...models.cuda_graphs import documents_of_graphs, find_text_models, reason_of_layers, remove_graphs
-from ...models.families import families_of
-from ...models.family import Own
 from ...models.releases import prepare_inputs, rows_per_batch
 from ..checks import compute_dtype, excludes_graphs, has_trees, say
 from ..graphs import choose_graphs
@@ -126,8 +124,6 @@ class GraphsCallback(WarmUpCallback):
         self._release(model)
         texts = find_text_models(model)
         if not texts or excludes_graphs(trainer) or any(text.layer_graphs is not None for text in texts):
-            return
-        if not any(family.tries_graphs for family in families_of(model, Own)):
             return
         with same_data(trainer):
             rows = usual_rows(trainer, trainer.train_dataset, bool(trainer.args.packing))
