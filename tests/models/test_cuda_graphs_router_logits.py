@@ -1,9 +1,16 @@
 """Logits of routers that forwards return, such as for the load balancing loss, with CUDA graphs. `tests/gpu` has a GPU."""
 
+import tempfile
+
 import torch
-from common.recordings import OTHERS, RunsAgain, models_of, row_of
+from common.recordings import OTHERS, ROW_LENGTH, RunsAgain, models_of, row_of
+from common.records import make_tokenizer
+from datasets import Dataset
 from mixins.recorded import ROWS, RecordedTestCase, enable_checkpointing
 from parameterized import parameterized
+from trl import SFTConfig, SFTTrainer
+
+from transformers_packed import configure_packing, use_cuda_graphs
 
 
 def balanced(*models):
@@ -89,3 +96,23 @@ class RouterLogitsTest(RecordedTestCase):
         found.loss.backward()
         self.assert_same_step(graphed, plain, row)
         self.assertEqual(self.warnings, [])
+
+    def test_trl(self):
+        """`SFTTrainer` trains mixtures with the load balancing loss, unless a user turns it off."""
+        samples = [{"input_ids": [3 + (7 * i + j) % 90 for j in range(20)]} for i in range(12)]
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        options = {"per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-3}
+        options |= {"max_length": None, "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no"}
+        found = []
+        for model, max_length in zip(models_of("qwen3_5_moe"), (ROW_LENGTH, 0), strict=True):
+            args = SFTConfig(folder, **options)
+            data = Dataset.from_list(samples)
+            trainer = SFTTrainer(model, args=args, train_dataset=data, processing_class=make_tokenizer())
+            configure_packing(trainer, "padding_free", verify=False, cuda_graphs=False)
+            use_cuda_graphs(trainer.model, max_length)
+            trainer.train()
+            logs = [log for log in trainer.state.log_history if "loss" in log]
+            found.append([log[name] for log in logs for name in ("loss", "aux_loss", "grad_norm")])
+        self.assertEqual(len(found[0]), 9)
+        torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+        self.assertEqual((RunsAgain.replayed, self.warnings), (6, []))
