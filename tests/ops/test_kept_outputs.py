@@ -2,6 +2,7 @@
 
 import gc
 import unittest
+import weakref
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -188,6 +189,31 @@ class Clocks(LateCopies):
     def known(self, event):
         event.query = lambda: True
         return event
+
+
+class CallsTest(unittest.TestCase):
+    """Each output has a layer's time for its copy."""
+
+    def test_outputs_leave_at_the_same_call_of_the_next_layer(self):
+        outputs, left = kept_outputs.Outputs(), []
+
+        class Saved:
+            def __init__(self, name):
+                self.name, self.call = name, outputs.call
+
+            def leave_unchanged(self):
+                left.append(self.name)
+
+        alive = []
+        for layer, calls in enumerate((3, 2, 1)):
+            outputs.begin_layer(1, None)
+            for call in range(1, calls + 1):
+                outputs.begin_call()
+                left.append(f"call {call}")
+                alive.append(Saved(f"{layer}.{call}"))
+                outputs.kept.append(weakref.ref(alive[-1]))
+        first = ["call 1", "call 2", "call 3"]
+        self.assertEqual(left, [*first, "0.1", "call 1", "0.2", "call 2", "0.3", "1.1", "call 1"])
 
 
 class KeptOutputsTest(unittest.TestCase):

@@ -158,6 +158,7 @@ class Output(Saved):
         super().__init__(tensor, copies, host, nothing, inside=True, beside=False, unasked=True)
 
     def link(self, last: "Callable[[], Saved | None]") -> None:
+        self.call = self.copies.outputs.call
         self.copies.outputs.kept.append(weakref.ref(self))
 
     def load(self) -> torch.Tensor:

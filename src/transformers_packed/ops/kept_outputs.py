@@ -5,6 +5,7 @@ takes as long as 13,000 inputs. But it runs beside the layers, and nobody waits 
 How many outputs that are, the copies tell ([`Quota`]).
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,9 +77,11 @@ class Outputs:
         self.number = self.begun = 0
         # Bytes that the device had for the outputs of a layer when the row began, and bytes that this layer may still keep.
         self.room = self.left = 0.0
-        # Of this layer, and of earlier ones, which leave the device next.
+        # Of this layer, and the number of its call of linear layers that runs.
         self.kept: list[Callable[[], Any]] = []
-        self.leaving: list[Callable[[], Any]] = []
+        self.call = 0
+        # Of earlier layers, with the number of the call.
+        self.leaving: list[tuple[int, Callable[[], Any]]] = []
 
     def begin_layer(self, size: int, unused: Callable[[], float] | None) -> list[Callable[[], Any]]:
         """Note that a layer begins, and return the list of what it will keep.
@@ -95,8 +98,10 @@ class Outputs:
             self.room = unused() if self.quota.value else 0.0
         self.begun += 1
         self.left = min(self.quota.value * size, self.room)
-        self.leaving += self.kept
-        self.kept = []
+        # All that is left is of the layer before the last one.
+        self.leave(math.inf)
+        self.leaving = [(saved.call, this) for this in self.kept if (saved := this()) is not None]
+        self.kept, self.call = [], 0
         return self.kept
 
     def begin_backward(self) -> None:
@@ -104,13 +109,20 @@ class Outputs:
         if self.begun:
             self.number, self.begun = self.begun, 0
 
-    def leave(self) -> None:
-        """Let outputs of earlier layers leave the device."""
-        for saved in self.leaving:
-            output = saved()
-            if output is not None:
+    def begin_call(self) -> None:
+        """Note a call of linear layers. Outputs of the same call in the layer before have had a layer's time for their copies."""
+        self.call += 1
+        self.leave(self.call)
+
+    def leave(self, last: float) -> None:
+        """Let outputs of earlier layers leave the device, up to those of a call."""
+        left, self.leaving = self.leaving, []
+        for call, this in left:
+            output = this()
+            if call > last:
+                self.leaving.append((call, this))
+            elif output is not None:
                 output.leave_unchanged()
-        self.leaving = []
 
     def may_keep(self, size: int) -> bool:
         """Whether this layer may keep an output of so many bytes."""
@@ -162,8 +174,8 @@ class Layer:
     def keep(self, outputs: list[torch.Tensor]) -> None:
         """Save outputs of a call of linear layers in the first run."""
         if self.keeps:
-            saved = {i: self.host.save_output(detached(y)) for i, y in enumerate(outputs)}
-            self.kept.append({i: x for i, x in saved.items() if x is not None})
+            saved = self.host.save_outputs([detached(y) for y in outputs])
+            self.kept.append({i: x for i, x in enumerate(saved) if x is not None})
 
 
 @contextmanager

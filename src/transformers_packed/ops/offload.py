@@ -122,13 +122,17 @@ class HostCheckpoints:
             return Kept(tensor, inside, unasked)
         return Saved(tensor, copies, host, last, inside, beside, unasked)
 
-    def save_output(self, tensor: torch.Tensor) -> Any:
-        """Return what [`load`] takes if copies have time for an output of the layer that runs, or `None`."""
-        copies = self._copies.get(tensor.device)
-        if copies is None or not leaves(tensor, SMALLEST_UNASKED):
-            return None
-        host = copies.take_output(tensor.nbytes)
-        return None if host is None else Output(tensor, copies, host)
+    def save_outputs(self, tensors: list[torch.Tensor]) -> list[Any]:
+        """Return what [`load`] takes for each output of a call of linear layers, or `None` if copies have no time for it."""
+        copies = self._copies.get(tensors[0].device) if tensors else None
+        if copies is None:
+            return []
+        copies.outputs.begin_call()
+        found: list[Any] = []
+        for tensor in tensors:
+            host = copies.take_output(tensor.nbytes) if leaves(tensor, SMALLEST_UNASKED) else None
+            found.append(None if host is None else Output(tensor, copies, host))
+        return found
 
     @staticmethod
     def load(saved: Any) -> Any:
@@ -222,7 +226,6 @@ class Copies:
 
     def take_output(self, size: int) -> torch.Tensor | None:
         """Return a buffer for an output of the layer that runs, or `None` if it is computed again."""
-        self.outputs.leave()
         if _inputs_first and not self.outputs.may_keep(size):
             return None
         host = self.take(size, unasked=True)
