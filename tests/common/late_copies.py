@@ -8,6 +8,19 @@ import torch
 from transformers_packed.ops import offload
 
 
+class Doubled(torch.autograd.Function):
+    """A kernel that writes into its input, as Liger's rotary embeddings do. PyTorch does not count it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.data.mul_(2)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
 class Event:
     """The end of a copy, which runs only when a stream waits for it or for a later copy, or a time in a layer."""
 
@@ -48,10 +61,8 @@ class LateCopies(offload.Copies):
         self.time += 1
         return Event(self, self.time)
 
-    def room(self):
+    def room(self, at_peak=False):
         return self.has_room
-
-    room_beside_steps = room
 
     def start(self, target, source):
         # These share the memory, and later changes do not count as changes of the tensor.

@@ -49,6 +49,17 @@ class OffloadTest(unittest.TestCase):
         (copies,) = self.model.host_checkpoints._copies.values()
         return copies
 
+    def slow_down(self) -> None:
+        """Let each copy begin some 10 ms later."""
+        begin = self.copies.start
+
+        def start(target, source):
+            with torch.cuda.stream(self.copies.stream):
+                torch.cuda._sleep(20_000_000)
+            return begin(target, source)
+
+        self.copies.start = start
+
     def gradients(self, batch=None):
         return gradients(self.model, self.model(**(batch or self.batch)).loss)
 
@@ -69,16 +80,8 @@ class OffloadTest(unittest.TestCase):
         self.enable("auto")
         self.gradients()
         if which == "slow":
-            begin = self.copies.start
-
-            def start(target, source):
-                # Some 10 ms.
-                with torch.cuda.stream(self.copies.stream):
-                    torch.cuda._sleep(20_000_000)
-                return begin(target, source)
-
-            self.copies.start = start
-        self.copies.room = lambda: room << 40
+            self.slow_down()
+        self.copies.room = lambda at_peak=False: room << 40
         with mock.patch.object(offload, "_LAYERS", 3 * (LAYERS - 1)):
             for _ in range(5):
                 self.assert_same(self.gradients(), expected)
@@ -106,15 +109,7 @@ class OffloadTest(unittest.TestCase):
             self.assert_same(self.gradients(), expected)
         self.assertGreater(sum(found), 0)
         self.assertGreater(self.copies.bytes_unasked, 0)
-        begin = self.copies.start
-
-        def start(target, source):
-            # Some 10 ms.
-            with torch.cuda.stream(self.copies.stream):
-                torch.cuda._sleep(20_000_000)
-            return begin(target, source)
-
-        self.copies.start = start
+        self.slow_down()
         for _ in range(8):
             self.assert_same(self.gradients(), expected)
         # Of the calls, half are in the forward.

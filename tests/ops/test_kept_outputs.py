@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from common.late_copies import Event, LateCopies, on_a_cpu
+from common.late_copies import Doubled, Event, LateCopies, on_a_cpu
 from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint
 
@@ -100,19 +100,6 @@ class Model:
                     tensor.grad = None
                 y.backward(retain_graph=left > 0)
         return [tensor.grad for tensor in (x, *self.trained())]
-
-
-class Doubled(torch.autograd.Function):
-    """A kernel that writes into its input, as Liger's rotary embeddings do."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x.data.mul_(2)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
 
 
 class KnownTest(unittest.TestCase):
@@ -302,7 +289,7 @@ class KeptOutputsTest(unittest.TestCase):
         """What a step has needed at its peak is not free between steps."""
         found = {"mem_get_info": (5, 100), "memory_reserved": 70, "memory_allocated": 20, "max_memory_allocated": 62}
         with mock.patch.multiple(torch.cuda, **{name: mock.Mock(return_value=x) for name, x in found.items()}):
-            self.assertEqual(host_memory.never_used_device_memory(torch.device("cuda")), 5 + 8)
+            self.assertEqual(host_memory.free_device_memory(torch.device("cuda"), at_peak=True), 5 + 8)
 
     def test_none_of_copies_that_somebody_asked_for(self):
         self.new(asked=True)

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from common.families import tiny_model
-from common.late_copies import LateCopies, on_a_cpu
+from common.late_copies import Doubled, LateCopies, on_a_cpu
 from mixins.lora import builtin_model
 from mixins.model import gradients, packed_batch
 from mixins.patch import BUILTINS, OTHERS, documents, on_a_gpu
@@ -28,19 +28,6 @@ from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.versions import can_select_checkpoints
 from transformers_packed.ops import host_memory, host_tensors, kept_outputs, offload
 from transformers_packed.ops.kept_outputs import Layer
-
-
-class Doubled(torch.autograd.Function):
-    """A kernel that writes into its input, which PyTorch does not count."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x.data.mul_(2)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
 
 
 def on_host(functions) -> list[bool]:

@@ -232,7 +232,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         batch = {name: others.pop(name) for name in ("input_ids", "labels")}
         batch |= self._places(lengths, to_tensor) | others
         if padding:
-            # The parent sets separator_id on the first token of every document; padding must not have a label.
+            # Transformers' collator sets separator_id on the first token of every document; padding must not have a label.
             batch["labels"][0, -padding:] = IGNORED_LABEL
             batch["padding_tokens"] = padding
 

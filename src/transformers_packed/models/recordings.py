@@ -262,12 +262,11 @@ def _gradients(
     outputs: Sequence[torch.Tensor], leaves: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
     # The logits of a frozen router have none if nothing before it has.
-    pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
+    pairs = ((x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad)
+    outputs, gradients = zip(*pairs, strict=True)
     # Training calls backward outside of autocast.
     with torch.autocast(outputs[0].device.type, enabled=False):
-        return torch.autograd.grad(
-            [x for x, _ in pairs], leaves, [gradient for _, gradient in pairs], allow_unused=True
-        )
+        return torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
 
 
 def _segments(layers: list[torch.nn.Module]) -> Iterator[tuple[list[torch.nn.Module], bool]]:

@@ -14,16 +14,10 @@ import torch
 _GROUPS = Path("/sys/fs/cgroup")
 
 
-def free_device_memory(device: torch.device) -> int:
-    """Return the bytes of a GPU that are free, or reserved by this process and not allocated."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
-
-
-def never_used_device_memory(device: torch.device) -> int:
-    """Return the bytes of a GPU that are free, or reserved by this process, beside the most that it has allocated."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+def free_device_memory(device: torch.device, at_peak: bool = False) -> int:
+    """Return the bytes of a GPU that are free, or reserved by this process and not allocated, now or at the peak so far."""
+    allocated = torch.cuda.max_memory_allocated if at_peak else torch.cuda.memory_allocated
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated(device)
 
 
 def free_host_memory() -> int:

@@ -57,7 +57,7 @@ class HostCheckpoints:
     The buffers are those of this object, and are freed with it and the graphs that it made.
 
     Args:
-        needed (`Callable[[], int]`, *optional*):
+        needed (`Callable[[], float]`, *optional*):
             Makes the copies automatic: tensors stay on the GPU where copies would cost something. Returns the bytes of the
             GPU that somebody else will need, such as an optimizer for its moments, or infinity where a step is to take as
             little of the GPU's memory as it can.
@@ -195,7 +195,7 @@ class Copies:
         """Bytes of the free memory of the host that this process may take unasked."""
         return _SHARE * host_memory.free_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
-    def let_leave(self, size: int) -> "Callable[[], Saved | None]":
+    def let_leave(self, size: int) -> Callable[[], Saved | None]:
         """Let the tensor that was saved last leave the device, before one of `size` bytes is saved. Return the former."""
         last, self.last = self.last, nothing
         begun, self.begun = self.begun, None if self.layers is None else self.now()
@@ -232,7 +232,7 @@ class Copies:
         self.outputs.left -= size if host is not None else 0
         return host
 
-    def begin_layer(self, size: int) -> "list[Callable[[], Saved | None]]":
+    def begin_layer(self, size: int) -> list[Callable[[], Saved | None]]:
         """Note that a layer begins, with an input of `size` bytes. Return the list of the outputs that it will keep."""
         known = self.needed is not None and self.inputs_have_buffers
         return self.outputs.begin_layer(size, self.never_used if known else None)
@@ -240,15 +240,11 @@ class Copies:
     def never_used(self) -> float:
         """Return the bytes of the device that no step has used, and nobody will need."""
         assert self.needed is not None
-        return _ROOM * self.room_beside_steps() - self.needed()
+        return _ROOM * self.room(at_peak=True) - self.needed()
 
-    def room_beside_steps(self) -> int:
-        """Bytes of the device that are free, or reserved, beside the most that was allocated."""
-        return host_memory.never_used_device_memory(self.device)
-
-    def room(self) -> int:
-        """Bytes of the device that are free, or reserved and not used."""
-        return host_memory.free_device_memory(self.device)
+    def room(self, at_peak: bool = False) -> int:
+        """Bytes of the device that are free, or reserved and not used, now or at the peak so far."""
+        return host_memory.free_device_memory(self.device, at_peak)
 
     def now(self) -> Any:
         """Return an event of the compute stream."""
