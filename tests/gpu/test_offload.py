@@ -13,7 +13,7 @@ from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint
 
 from transformers_packed.models.versions import can_select_checkpoints
-from transformers_packed.ops import kept_outputs, offload
+from transformers_packed.ops import offload
 from transformers_packed.ops.kept_outputs import Layer
 from transformers_packed.ops.offload import Copies, HostCheckpoints
 
@@ -101,7 +101,6 @@ class OffloadTest(unittest.TestCase):
             found.append(len(outputs))
             return outputs
 
-        self.enterContext(mock.patch.object(kept_outputs, "in_use", True))
         for _ in range(20):
             self.assert_same(self.gradients(), expected)
         before = self.copies.outputs.quota.value

@@ -208,7 +208,6 @@ class KeptOutputsTest(unittest.TestCase):
         self.calls = Calls()
         self.enterContext(on_a_cpu(SMALLEST))
         self.enterContext(mock.patch.multiple(offload, SMALLEST_UNASKED=1, Copies=Clocks))
-        self.enterContext(mock.patch.object(kept_outputs, "in_use", True))
         self.enterContext(mock.patch.object(Clocks, "calls", self.calls))
         methods = {"forward": self.calls.forward, "parameter_gradients": self.calls.backward}
         for name, method in methods.items():
@@ -260,10 +259,6 @@ class KeptOutputsTest(unittest.TestCase):
             self.assertAlmostEqual(ms - waited, NUMBER * 10 - kept * (NUMBER - 1))
             self.assertFalse(self.copies.outputs.quota.grows and kept < 2)
             self.assertEqual(self.step(Model(kind)), ((3 - kept) * NUMBER + kept, kept * (NUMBER - 1)))
-
-    def test_none_while_nothing_uses_them(self):
-        with mock.patch.object(kept_outputs, "in_use", False):
-            self.assertEqual(self.steps(Model(), 4)[0], [0] * 4)
 
     @parameterized.expand([(1 << 41,), (float("inf"),)])
     def test_none_without_room(self, needed):

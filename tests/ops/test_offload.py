@@ -26,7 +26,7 @@ from transformers_packed.models import checkpointing
 from transformers_packed.models.checkpoint_formats import Blocks, PackedWeight
 from transformers_packed.models.losses import OWN, MtpLoss
 from transformers_packed.models.versions import can_select_checkpoints
-from transformers_packed.ops import host_memory, host_tensors, kept_outputs, offload
+from transformers_packed.ops import host_memory, host_tensors, offload
 from transformers_packed.ops.kept_outputs import Layer
 
 
@@ -338,7 +338,6 @@ class BuffersTest(unittest.TestCase):
 @unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")
 class ModelTest(unittest.TestCase):
     def setUp(self):
-        self.enterContext(mock.patch.object(kept_outputs, "in_use", True))
         set_seed(0)
         config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
         self.model = patch_model(Qwen3_5ForCausalLM(config)).train()

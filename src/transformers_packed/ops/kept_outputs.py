@@ -16,8 +16,6 @@ import torch
 from .autograd import detached
 
 
-# Whether layers keep outputs. Steps with them have to be measured first.
-in_use = False
 # How many bytes of outputs more a layer keeps in the next row for each byte of its input, as long as few copies are late, how
 # many fewer if more are late, and what share that is.
 _MORE, _FEWER, _LATE = 1.0, 0.5, 1 / 8

@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.utils import logging
 
 from ..foreign import swapped
-from . import host_memory, kept_outputs
+from . import host_memory
 from .host_tensors import Kept, Output, Saved, nothing
 from .kept_outputs import Layer, Outputs
 
@@ -95,7 +95,7 @@ class HostCheckpoints:
             `ValueError`: `function` writes into one of its arguments, which would then be of another state in backward.
             `MemoryError`: the host has no memory for the copies, which are not automatic.
         """
-        if kept_outputs.in_use and self.automatic and not self.computes_all and not torch.compiler.is_compiling():
+        if self.automatic and not self.computes_all and not torch.compiler.is_compiling():
             function = Layer(function, self)
         with saved_tensors_hooks(self.save, self.load):
             return checkpoint(function, *args, **kwargs)
