@@ -130,7 +130,7 @@ class GivenGpuTest(RecordedTestCase):
 
 
 class ChoiceTest(GivenGpuTest):
-    def choose(self, model, rows=1, some_without=False, **options):
+    def choose(self, model, rows=1, some_without=False, waits=False, **options):
         self.gpu = self.use(Gpu(**options))
         self.gpu.text = model.model
 
@@ -143,7 +143,7 @@ class ChoiceTest(GivenGpuTest):
 
         run_short = row(2, 3)
         self.gpu.rows = [run_short]
-        rows = {"rows_per_step": rows, "some_without": some_without}
+        rows = {"rows_per_step": rows, "some_without": some_without, "waits": waits}
         return choose_graphs(model, ROW_LENGTH, row(20, 30), run_short, **rows)
 
     @parameterized.expand(
@@ -172,6 +172,23 @@ class ChoiceTest(GivenGpuTest):
             ("far from the host", {"plain": (40, 81)}, False, "a row takes the GPU 81 ms and the host about", 0),
             # While the GPU is behind, the host waits in the launches of the row.
             ("blocked by the GPU", {"short": (30, 31)}, False, "the GPU 81 ms and the host about 45 ms", 0),
+            # Then 12.5 ms after the backward come to the time of the GPU.
+            (
+                "waits for the GPU",
+                {"plain": (50, 81), "waits": True},
+                True,
+                f"a row takes 30 ms {SPLIT}; without, the GPU takes 81 ms and the host about 75 ms, 94 ms in all because",
+                2,
+            ),
+            (
+                "waits for it, and gains nothing",
+                {"plain": (50, 81), "graphed": (1, 86), "waits": True},
+                False,
+                "94 ms in all",
+                2,
+            ),
+            ("waits for long rows", {"plain": (30, 81), "waits": True}, False, "81 ms and the host about 45 ms", 0),
+            ("waits once in many rows", {"plain": (50, 81), "waits": True, "rows": 8}, False, "the host about 64", 0),
             ("slower", {"graphed": (1, 112)}, False, f"a row takes 112 ms {SPLIT}; {WITHOUT}", 4),
             # 0.9 * 9.9 GiB less 6 GiB between steps.
             ("no room for a row", {"total": 9.9}, False, "graphs may need 3.0 GiB, and 2.9 GiB are free", 0),
@@ -206,7 +223,7 @@ class ChoiceTest(GivenGpuTest):
         self.assertEqual(RunsAgain.made, recordings)
         self.assertEqual(records_graphs(model.model), expected)
         # One row tells that the GPU takes much longer.
-        far = options.get("plain") == (40, 81) or "short" in options
+        far = options.get("plain") in ((40, 81), (30, 81)) or "short" in options
         self.assertEqual(self.gpu.repeats[:3], [5, 1] if far else [5, 1, 5])
 
     def test_an_error_turns_graphs_off(self):
@@ -410,7 +427,7 @@ class TrainerTest(GivenGpuTest):
             mock.patch.object(callback, "choose_graphs", return_value=(False, "a test")) as choose,
         ):
             callback.GraphsCallback(trainer).on_train_begin(trainer.args, TrainerState(max_steps=2), None)
-        self.assertIs(choose.call_args.args[-1], expected)
+        self.assertEqual(choose.call_args.args[-2:], (expected, False))
 
     def test_a_stream_of_samples(self):
         trainer, _ = self.configured(train=False)
@@ -446,7 +463,8 @@ class TrainerTest(GivenGpuTest):
             "".join(lines), r"^CUDA graphs on, because a row takes 30 ms with graphs; without, the GPU takes 81 ms"
         )
         self.assertEqual(choose.call_args.args[1], 128)
-        self.assertIs(choose.call_args.args[-1], False)
+        # Its metrics are read in each step.
+        self.assertEqual(choose.call_args.args[-2:], (False, True))
         made = RunsAgain.made
         self.assertGreater(RunsAgain.replayed, 0)
         plain, lines = self.configured(sft=True, cuda_graphs=False)

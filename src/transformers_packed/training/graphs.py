@@ -33,12 +33,16 @@ def choose_graphs(
     others: Sequence[Callable[[], None]] = (),
     rows_per_step: int = 1,
     some_without: bool = False,
+    waits: bool = False,
 ) -> tuple[bool, str]:
     """Run the layers of `model` as CUDA graphs if its rows are faster that way and the memory suffices.
 
     A row whose kernels take longer than the host needs for a step gains nothing from graphs, and none is recorded. On
     long rows, layers of attention stay outside of graphs if the host is fast enough to launch them meanwhile. The memory
     of graphs is what the allocator reserves for them.
+
+    A host that waits in each step is not ahead of the GPU when the next one begins. Clipping, the optimizer and the data
+    then take their time beside that of the row, unless graphs leave the host time for them during the backward.
 
     Args:
         model (`torch.nn.Module`):
@@ -59,6 +63,8 @@ def choose_graphs(
         some_without (`bool`, *optional*, defaults to `False`):
             Whether some rows have no graph, such as the longest one or those of an evaluation. A step of the longest row
             then needs memory beside the graphs.
+        waits (`bool`, *optional*, defaults to `False`):
+            Whether the host waits for the GPU between forward and backward of each step, to read metrics.
 
     Returns:
         `tuple[bool, str]`: whether graphs are on, and the reason. After an error they are off.
@@ -66,7 +72,8 @@ def choose_graphs(
     on = False
     try:
         short, longest = run_short or run, run_longest or run
-        on, reason = _choose(model, max_length, run, short, longest, others, rows_per_step, some_without)
+        options = others, rows_per_step, some_without, waits
+        on, reason = _choose(model, max_length, run, short, longest, *options)
     except Exception as error:
         reason = f"measuring stopped with {described(error)}"
     finally:
@@ -77,7 +84,7 @@ def choose_graphs(
     return on, reason
 
 
-def _choose(model, max_length, run, run_short, run_longest, others, rows_per_step, some_without):
+def _choose(model, max_length, run, run_short, run_longest, others, rows_per_step, some_without, waits):
     run_short()
     host = _time(run_short)[0]
     run()
@@ -87,8 +94,11 @@ def _choose(model, max_length, run, run_short, run_longest, others, rows_per_ste
         plain = _time(run)[1]
     # A row that takes longer than its launches tells the time of the GPU.
     known = plain if plain > _GAIN * host else 0.0
-    host *= _LAUNCHES * (1 + _REST / rows_per_step)
-    if host < plain:
+    launches, rest = _LAUNCHES * host, _LAUNCHES * host * _REST / rows_per_step
+    host = launches + rest
+    without = max(plain, launches) + rest if waits else max(plain, host)
+    # With graphs, a step takes hardly less than its kernels.
+    if without <= (_GAIN * plain if waits else plain):
         return False, f"a row takes the GPU {plain:.0f} ms and the host about {host:.0f} ms"
     kept, step = _memory(run_longest)
     free, total = torch.cuda.mem_get_info()
@@ -105,8 +115,9 @@ def _choose(model, max_length, run, run_short, run_longest, others, rows_per_ste
         return False, "the layers cannot run as graphs"
     graphed, of = found
     alone = f"the GPU takes {plain:.0f} ms and the host about {host:.0f} ms"
+    alone += f", {without:.0f} ms in all because the host waits for metrics" if waits else ""
     gain = f"a row takes {graphed:.0f} ms with graphs{of}; without, {alone}"
-    if graphed * _GAIN >= max(plain, host):
+    if graphed * _GAIN >= without:
         return False, gain
     for record in others:
         record()

@@ -39,6 +39,8 @@ class TrainerRecord:
             `max_length` say, and keeps the columns that this needs.
         scores_tokens (`bool`):
             Whether its loss is computed from the scores that TRL's forward returns, and not by the model.
+        waits (`bool`):
+            Whether the host waits for the GPU between forward and backward, to read metrics.
         batch (`Callable`, *optional*):
             Makes the batch of the check before the first step from the Trainer and its model. By default the check takes
             samples of its data loader.
@@ -52,6 +54,7 @@ class TrainerRecord:
     pads: bool = False
     prepares: bool = False
     scores_tokens: bool = False
+    waits: bool = False
     batch: Callable[[Trainer, torch.nn.Module], Any] | None = None
     methods: Callable[[Trainer], dict[str, Callable]] = lambda _: {}
     measure: Callable[[Trainer, torch.nn.Module, Any], Measured] = own_step
@@ -62,7 +65,7 @@ class TrainerRecord:
         return (*(model for model in found if isinstance(model, torch.nn.Module)), trainer.model)
 
 
-_SFT = TrainerRecord(("SFTTrainer",), prepares=True, scores_tokens=True)
+_SFT = TrainerRecord(("SFTTrainer",), prepares=True, scores_tokens=True, waits=True)
 # Their first loss is a constant, so the check compares log-probabilities.
 _PAIRS = TrainerRecord(("DPOTrainer", "KTOTrainer"), pads=True, measure=logged_scores)
 # Rewards that are all off by the same amount give the same loss.

@@ -22,6 +22,7 @@ from ..checks import compute_dtype, excludes_graphs, has_trees, say
 from ..graphs import choose_graphs
 from ..kernels import Needs, split, start_for
 from ..restore import against_other_rows, inside_ddp, same_data
+from ..trainers import record_of
 from ..typed import Trainer
 from ..warm_up import compile_kernels, compiles_kernels, make_row, only_loss
 from .expert_load import ExpertLoad
@@ -170,7 +171,8 @@ class GraphsCallback(WarmUpCallback):
             others = [partial(run_new, rows.tokens, number) for number in documents_of_graphs(rows.fewest, rows.most)]
             accumulated = trainer.args.gradient_accumulation_steps
             some_without = rows.longest > rows.max_length or evaluates(trainer)
-            return choose_graphs(model, rows.max_length, typical, short, longest, others, accumulated, some_without)
+            options = others, accumulated, some_without, record_of(trainer).waits
+            return choose_graphs(model, rows.max_length, typical, short, longest, *options)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         self._release(model)
