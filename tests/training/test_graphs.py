@@ -226,6 +226,16 @@ class ChoiceTest(GivenGpuTest):
         far = options.get("plain") in ((40, 81), (30, 81)) or "short" in options
         self.assertEqual(self.gpu.repeats[:3], [5, 1] if far else [5, 1, 5])
 
+    def test_checkpointed_layers_have_no_graphs_because_the_host_waits(self):
+        for checkpointing in (False, True):
+            model, _ = models_of()
+            use_cuda_graphs(model, 0)
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            on, reason = self.choose(model, plain=(50, 81), waits=True)
+            self.assertIs(on, not checkpointing)
+            self.assertIn("the GPU 81 ms and the host about 75 ms" if checkpointing else "94 ms in all", reason)
+
     def test_an_error_turns_graphs_off(self):
         model, _ = models_of()
         with mock.patch.object(recordings, "_Recording", side_effect=RuntimeError("no capture")):

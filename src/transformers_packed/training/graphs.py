@@ -42,7 +42,8 @@ def choose_graphs(
     of graphs is what the allocator reserves for them.
 
     A host that waits in each step is not ahead of the GPU when the next one begins. Clipping, the optimizer and the data
-    then take their time beside that of the row, unless graphs leave the host time for them during the backward.
+    then take their time beside that of the row, unless graphs leave the host time for them during the backward. That is
+    no reason for graphs of checkpointed layers: the memory of a step counts more there, and the gain is smaller.
 
     Args:
         model (`torch.nn.Module`):
@@ -94,6 +95,7 @@ def _choose(model, max_length, run, run_short, run_longest, others, rows_per_ste
         plain = _time(run)[1]
     # A row that takes longer than its launches tells the time of the GPU.
     known = plain if plain > _GAIN * host else 0.0
+    waits = waits and not any(text.is_gradient_checkpointing for text in text_models_of(model))
     launches, rest = _LAUNCHES * host, _LAUNCHES * host * _REST / rows_per_step
     host = launches + rest
     without = max(plain, launches) + rest if waits else max(plain, host)
