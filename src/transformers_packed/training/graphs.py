@@ -95,7 +95,7 @@ def _choose(model, max_length, run, run_short, run_longest, others, rows_per_ste
         plain = _time(run)[1]
     # A row that takes longer than its launches tells the time of the GPU.
     known = plain if plain > _GAIN * host else 0.0
-    waits = waits and not any(text.is_gradient_checkpointing for text in text_models_of(model))
+    waits = waits and not any(layer.gradient_checkpointing for text in text_models_of(model) for layer in text.layers)
     launches, rest = _LAUNCHES * host, _LAUNCHES * host * _REST / rows_per_step
     host = launches + rest
     without = max(plain, launches) + rest if waits else max(plain, host)
