@@ -45,7 +45,7 @@ EXTRAS["dev"] = [
     "mypy==2.4.1",
     "parameterized>=0.9",
     "peft>=0.21",
-    "pydantic>=2",
+    "pydantic>=2.4",
     "pytest>=8",
     "pytest-xdist>=3.6.1",
     "ruff==0.17.5",

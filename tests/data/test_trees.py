@@ -240,7 +240,7 @@ class RefusalsTest(unittest.TestCase):
 
     def test_collators(self):
         stock = builtin_model("qwen3_5")
-        other, trees = patch_model(tiny_model("lara_mini")), (group([5, 6], [8]), node([5, 6], {1}, node([8], {0})))
+        other, trees = patch_model(tiny_model("inkling")), (group([5, 6], [8]), node([5, 6], {1}, node([8], {0})))
         for options, got in (
             ({"on_leak": "ignore"}, "a model without classes"),
             ({"model": stock, "on_leak": "ignore"}, "a model without classes"),

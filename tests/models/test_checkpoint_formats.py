@@ -35,6 +35,7 @@ from transformers_packed.models.families import EXPERT_WEIGHTS
 from transformers_packed.models.installed import CHECKPOINTS, reading_checkpoints
 from transformers_packed.models.quantized_weights import tensors_of
 from transformers_packed.models.stored_weights import weight_of_layer
+from transformers_packed.models.versions import joins_stored_experts
 from transformers_packed.ops.dispatch import _used
 from transformers_packed.ops.terms import Dequantized, Float8Weight
 
@@ -113,6 +114,7 @@ class VectorsTest(unittest.TestCase):
         self.assertTrue(torch.equal(stored_weight(tensors, FORMATS[name][1], torch.bfloat16).compute(), expected))
 
 
+@unittest.skipUnless(joins_stored_experts(), "needs Transformers 5.21")
 class LoadingTest(unittest.TestCase):
     @parameterized.expand([*FORMATS])
     def test_bits(self, name):
@@ -232,6 +234,7 @@ class LoadingTest(unittest.TestCase):
 
 
 @unittest.skipUnless(find_spec("peft"), "needs peft")
+@unittest.skipUnless(joins_stored_experts(), "needs Transformers 5.21")
 class AdaptersTest(StoredWeightsTestCase):
     def setUp(self):
         _used.clear()
@@ -380,6 +383,7 @@ class EdgesTest(unittest.TestCase):
                 stored_weight(tensors | {"weight_g_idx": order.int()}, {}, torch.bfloat16)
 
 
+@unittest.skipUnless(joins_stored_experts(), "needs Transformers 5.21")
 class RefusedTest(unittest.TestCase):
     @parameterized.expand(
         [

@@ -336,8 +336,8 @@ class CudaGraphsTest(RecordedTestCase):
         self.assertEqual(len(counts), 2 * 4 + 2)
         self.assertLess(max(counts[:8]), 0.4 * counts[8])
 
-    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
     @parameterized.expand([(True,), (False,)])
+    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
     def test_weights_in_4_bit(self, checkpointing):
         with torch.device("meta"):
             plain = MODELS["qwen3_5_moe"]()

@@ -264,7 +264,7 @@ class KernelsTest(unittest.TestCase):
             *([("inkling2", {"causal_conv1d_fn": "seq_idx"})] if "inkling2" in MIXERS else []),
             ("glm5_next", {"causal_conv1d_fn": "seq_idx", "chunk_kimi_delta_attention": "cu_seqlens"}),
             ("lara_mini", {"causal_conv1d_fn": "seq_idx", "torch_chunk_gated_delta_rule": "cu_seqlens"}),
-        ]
+        ][: None if "lara_mini" in MIXERS else -1]
     )
     def test_kernels_are_told(self, family, kernels):
         model, rows = patch_model(tiny_model(family)), documents()

@@ -4,6 +4,7 @@ The kernels of this package run in Triton's interpreter. In place of other kerne
 """
 
 import gc
+import unittest
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -23,6 +24,7 @@ from transformers_packed.models.families import sizes_of
 from transformers_packed.models.memory import Lora, head_memory, layer_memory, loss_memory, segment_memory
 from transformers_packed.models.sizes import Attention
 from transformers_packed.models.trunk_row import TrunkRow
+from transformers_packed.models.versions import can_cut_rows
 from transformers_packed.ops import dense_attention
 from transformers_packed.ops.dispatch import Implementation
 from transformers_packed.parallel import mixers
@@ -228,6 +230,7 @@ def rule_in_segment(query, key, value, g, beta, initial_state=None, output_final
     return Kernel.apply((torch.zeros_like(value), state), saved, [], query, key, value, g, beta, initial_state)
 
 
+@unittest.skipUnless(can_cut_rows(), "needs Transformers 5.24")
 class SegmentsTest(InterpretedKernelsTest):
     """A layer that computes a row in segments, from its own input and the gradient of its own output."""
 

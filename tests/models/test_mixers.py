@@ -2,6 +2,7 @@
 
 import copy
 import unittest
+from importlib.util import find_spec
 from unittest import mock
 
 import torch
@@ -22,6 +23,7 @@ LENGTHS = (9, 1, 20, 5)
 ROWS = {
     name: cls
     for name, family in FAMILIES.items()
+    if find_spec(f"transformers.models.{name}")
     for cls, mixer in family.mixers.items()
     if mixer.row not in ("", "causal_attention")
 }
@@ -71,6 +73,16 @@ class MixersTest(unittest.TestCase):
     def test_equals_documents_alone(self, _, family, options):
         self.check(tiny_model(family, **options), documents(LENGTHS))
         self.assertEqual(implementations_used()[ROWS[family]], ["row"])
+
+    @parameterized.expand([("bamba", {"mamba_n_groups": 2}), ("falcon_h1", NORMED)])
+    def test_a_norm_with_groups_of_its_own(self, family, options):
+        """Bamba's norm has groups since Transformers 5.23."""
+
+        def change(model):
+            for module in mixers_of(model):
+                module.norm.n_groups, module.norm.group_size = 1, module.intermediate_size
+
+        self.check(tiny_model(family, **options), documents(LENGTHS), change)
 
     @parameterized.expand(TOUCHED)
     def test_hooks_and_adapters_have_their_effect(self, family):

@@ -56,7 +56,7 @@ OPTIONAL = {
     "transformers.quantizers.base:HfQuantizer._process_model_before_weight_loading": "",
     # `patch_model` refuses a `device_map`, and reference models in mixed precision.
     "accelerate.hooks:add_hook_to_module": "_hf_hook _old_forward",
-    "accelerate:Accelerator.prepare_model": "_original_forward _is_accelerate_prepared",
+    "accelerate:Accelerator": "_original_forward _is_accelerate_prepared",
     # Models that change are saved twice, and the loader of a tried evaluation stays listed.
     "accelerate:Accelerator.__init__": "_models _dataloaders",
     "transformers:PreTrainedModel._hf_peft_config_loaded": "",  # heads beside Transformers' adapters are not saved

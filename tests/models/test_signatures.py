@@ -20,7 +20,7 @@ from transformers_packed.models.versions import CACHES, supports_other_families,
 
 
 # Two classes of each kind that a table generates.
-BY_TABLE = ("bamba", "mamba2", "lara_mini", "recurrent_gemma") if supports_other_families() else ()
+BY_TABLE = ("bamba", "mamba2", "inkling", "recurrent_gemma") if supports_other_families() else ()
 # Our arguments that the stock method does not have. They come last.
 ADDED = {
     "GatedDeltaNet.forward": ["seq_idx", "cu_seqlens"],

@@ -9,7 +9,7 @@ from mixins.op import BuiltinTesterMixin
 from mixins.triton import InterpretedKernelsTest, bad_input_tests
 from parameterized import parameterized
 from transformers import Qwen3_5TextConfig
-from transformers.models.mamba2 import modeling_mamba2 as mamba2
+from transformers.models.nemotron_h import modeling_nemotron_h as nemotron_h
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
 from transformers_packed.ops import gated_delta_gates, gated_rms_norm, glu, qk_norm_rope, rms_norm
@@ -112,7 +112,7 @@ class ReferenceTest(BuiltinTesterMixin, unittest.TestCase):
 
     @parameterized.expand([(1,), (4,)])
     def test_gate_first(self, groups):
-        module = mamba2.MambaRMSNormGated(40, 40 // groups, eps=1e-5)
+        module = nemotron_h.NemotronHRMSNormGated(40, 40 // groups, eps=1e-5)
 
         def ours(x, gate, weight):
             x, gate, weight = (z.unflatten(-1, (groups, -1)) for z in (x, gate, weight))

@@ -12,6 +12,7 @@ import unittest
 from pathlib import Path
 from types import SimpleNamespace
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from common.processes import FSDP_ON_CPU, pretend_gpus, run_processes
 from datasets import Dataset
 from mixins.model import total_relative_error
 from mixins.patch import CONFIGS, builtin_model
+from packaging.version import Version
 from parameterized import parameterized
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -28,6 +30,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, Trai
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from transformers_packed import add_mtp, configure_packing, patch_model, registered
+from transformers_packed.models.versions import averages_experts
 from transformers_packed.training import compare
 
 
@@ -68,6 +71,8 @@ def reason(plan: str, kind: str) -> str | None:
     experts, tensors = "EP" in plan, "TP" in plan
     if "accelerate" in plan:
         return None
+    if experts and not averages_experts() and kind not in DENSE:
+        return "transformers >= 5.23 for ep_size=2"
     if kind == "QLoRA":
         return NO_EXPERTS if experts else PEFT_4BIT
     if kind == "LoRA of experts" and tensors:
@@ -206,13 +211,16 @@ class DistributedConfigTest(unittest.TestCase):
         self.assertLess(total_relative_error(got, updates), 1e-5)
 
     def test_experts_and_tensors(self):
-        self.check("experts", ["EP", "TP", "TP, accumulation"])
+        # Under tensor parallelism, processes of earlier releases of accelerate read other rows.
+        tensors = ["TP", "TP, accumulation"] if Version(accelerate.__version__) > Version("1.12") else []
+        self.check("experts", ["EP", *tensors])
 
     @parameterized.expand(KINDS)
     @pytest.mark.slow
     def test_all_plans(self, kind):
         self.check(kind, list(PLANS))
 
+    @unittest.skipUnless(averages_experts(), "needs Transformers 5.23")
     def test_the_table_of_the_docs(self):
         self.assertIn(table(), PAGE.read_text())
 

@@ -48,6 +48,7 @@ def tensors(*bounds):
 
 # There is nothing to measure.
 Autotuner.prune_configs = lambda self, arguments: self.configs[:1]
+Autotuner._bench = lambda self, *args, **kwargs: [0.0]
 importlib.import_module("fla.ops.common.chunk_delta_h").range = tensors
 # What the interpreter lacks.
 kernels = importlib.import_module("fla.ops.kda.chunk_intra")

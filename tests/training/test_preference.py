@@ -149,8 +149,8 @@ class EqualityTest(PreferenceTestCase):
 
 
 class CheckpointsTest(PreferenceTestCase):
-    @unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")
     @parameterized.expand(["dpo", "grpo"])
+    @unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")
     def test_go_to_the_host_by_themselves(self, kind):
         """TRL turns checkpointing off and on again in a step."""
         trainer = self.trainer(kind, gradient_checkpointing=True, max_steps=2)

@@ -100,9 +100,14 @@ def _with_gate(module, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     norm = module.norm
     if not type(norm).__module__.startswith("transformers.models.") or not is_untouched(norm, type(norm)):
         return project(norm(y, gate).to(y.dtype), module.out_proj)[0]
-    y, gate, weight = (x.unflatten(-1, (module.n_groups, -1)) for x in (y, gate, norm.weight))
+    y, gate, weight = (x.unflatten(-1, (_groups_of(norm), -1)) for x in (y, gate, norm.weight))
     first = not getattr(norm, "norm_before_gate", False)
     return gated_rms_norm(y, gate, weight, norm.variance_epsilon, gate_first=first, linear_weight=layer)
+
+
+def _groups_of(norm: Any) -> int:
+    """Return how many parts of a row a gated norm divides by a mean of their own. Those of earlier releases have one."""
+    return norm.weight.numel() // norm.group_size if hasattr(norm, "group_size") else getattr(norm, "n_groups", 1)
 
 
 @force_accelerate_hooks(["conv1d", "dt_proj"])

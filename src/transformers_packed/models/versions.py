@@ -136,6 +136,11 @@ def joins_stored_experts() -> bool:
     return hasattr(import_module("transformers.quantizers.base").HfQuantizer, "serialized_names")
 
 
+def averages_experts() -> bool:
+    """Whether gradients of experts that are spread over processes are those of one process, as 5.23 makes them."""
+    return Version(transformers.__version__) >= Version("5.23")
+
+
 def supports_other_families() -> bool:
     """Whether this release is new enough for the families without dedicated classes."""
     return Version(transformers.__version__) >= Version(OTHER_FAMILIES)

@@ -42,6 +42,7 @@ from ..models.verdict import (
     measured,
     text_config,
 )
+from ..models.versions import averages_experts
 from ..ops.dispatch import Setting, availability
 from .facts import Facts, package_of
 from .restore import without_autocast
@@ -235,6 +236,10 @@ def _of_shards(facts: Facts) -> Iterator[Rule]:
     yield processes != own, f"a Trainer with the model's {processes} processes", got, fix
     stages = getattr(config, "pp_size", 1)
     yield stages > 1, "whole models", f"pp_size={stages}, which gives a process some of the layers", "Set pp_size=1."
+    spread = getattr(config, "ep_size", 1)
+    got = f"{transformers.__version__}, whose gradients of experts are too small"
+    fix = "Update it, or pass fsdp_size alone."
+    yield spread > 1 and not averages_experts(), f"transformers >= 5.23 for ep_size={spread}", got, fix
     steps, tensors = trainer.args.gradient_accumulation_steps, trainer.get_tp_size()
     norm = next(iter(summed_per_backward(model)), None) if tensors > 1 and steps > 1 else None
     got = f"gradient_accumulation_steps={steps}, and Transformers sums the gradient of {norm} once per backward"

@@ -14,6 +14,7 @@ from transformers_packed.models.checkpoint_kinds import stored_as
 from transformers_packed.models.families import SIZED, sizes_of
 from transformers_packed.models.memory import NF4, Lora, on_host_of
 from transformers_packed.models.optimizers import DEFAULT, OPTIMIZERS
+from transformers_packed.models.versions import joins_stored_experts
 
 
 ROOT = Path(__file__).parents[3]
@@ -172,6 +173,7 @@ class MeasuredMemoryTest(unittest.TestCase):
         self.assertEqual(cut_row, "4B LoRA, bfloat16, segments of 16,384 65,536 with")
         self.assertLess(cut, whole - 3)
 
+    @unittest.skipUnless(joins_stored_experts(), "needs Transformers 5.21 for the configurations of some steps")
     def test_fits_every_step(self):
         rows, files = set(), set()
         for file, run in peaks():
