@@ -327,7 +327,11 @@ class CommandTest(unittest.TestCase):
         )
         small = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**{**TEXT_CONFIG, "vocab_size": 50}))
         self.save("small", small)
-        self.check_error("a tokenizer with ids below 50, .* got the id", model="small")
+        self.check_error("--model: expected a tokenizer with ids below 50, .* got the id", model="small")
+        data = self.directory / "ids.jsonl"
+        data.write_text('{"input_ids": [5, 6, 99]}\n')
+        message = "--data: expected records with ids below 50, .* got the id 99. Tokenize with the model's own"
+        self.check_error(message, model="small", data=data)
 
     def test_attention_is_checked_before_the_data_is_read(self):
         """The file of data does not exist."""

@@ -256,10 +256,12 @@ def check_head(config: PreTrainedConfig, option: str) -> None:
 
 
 def check_vocabulary(model: PreTrainedModel, samples: Samples) -> None:
-    """Raise a `ValueError` if the tokenizer produced ids outside the model's vocabulary."""
+    """Raise a `ValueError` if the records, or what the tokenizer made of them, have ids outside the model's vocabulary."""
     embeddings: Any = model.get_input_embeddings()
     size = embeddings.weight.shape[0]
     if samples.largest >= size:
-        expected = f"a tokenizer with ids below {size}, the size of the model's vocabulary"
-        got, fix = f"the id {samples.largest}", "Save the model's own tokenizer with it."
-        raise input_error(expected, got, fix, option="--model")
+        tokenized = samples.format == "tokens"
+        whose = "records" if tokenized else "a tokenizer"
+        fix = "Tokenize with the model's own tokenizer." if tokenized else "Save the model's own tokenizer with it."
+        expected = f"{whose} with ids below {size}, the size of the model's vocabulary"
+        raise input_error(expected, f"the id {samples.largest}", fix, option="--data" if tokenized else "--model")
