@@ -280,6 +280,24 @@ class KeptOutputsTest(unittest.TestCase):
             self.assertEqual(self.steps(Model(), 4)[0], [0] * 4)
         self.assertEqual(self.steps(Model(), 4)[0][-1], 2 * (NUMBER - 1))
 
+    def test_none_of_the_longest_row_so_far(self):
+        """What a step of it needs is not known before."""
+        self.warm()
+        self.assertEqual(self.step(Model())[1], 2 * (NUMBER - 1))
+        self.x = torch.randn(2 * T, WIDTH, requires_grad=True)
+        found = self.steps(Model(), 6)[0]
+        self.assertEqual((found[0], found[-1]), (0, 2 * (NUMBER - 1)))
+
+    def test_copies_of_outputs_do_not_end_those_of_inputs(self):
+        """They share a stream, so an input may be late because of them."""
+        self.warm()
+        quota = self.copies.outputs.quota
+        with mock.patch.object(quota, "begin_row"):
+            for value, more in ((0.0, NUMBER - 1), (2.0, 0)):
+                self.copies.layers, quota.value = [], value
+                self.step(Model())
+                self.assertEqual(len(self.copies.layers), more)
+
     def test_room_beside_steps(self):
         """What a step has needed at its peak is not free between steps."""
         found = {"mem_get_info": (5, 100), "memory_reserved": 70, "memory_allocated": 20, "max_memory_allocated": 62}

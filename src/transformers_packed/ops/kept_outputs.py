@@ -75,6 +75,8 @@ class Outputs:
         self.number = self.begun = 0
         # Bytes that the device had for the outputs of a layer when the row began, and bytes that this layer may still keep.
         self.room = self.left = 0.0
+        # Bytes of the largest input of earlier rows, and with this row. What a step of a larger one needs is not known.
+        self.largest = self.largest_now = 0
         # Of this layer, and the number of its call of linear layers that runs.
         self.kept: list[Callable[[], Any]] = []
         self.call = 0
@@ -90,12 +92,15 @@ class Outputs:
             unused (`Callable[[], float]`, *optional*):
                 Returns the bytes of the device that nobody needs. Without it, the quota stays.
         """
+        if not self.begun:
+            self.largest = self.largest_now
         if not self.begun and unused is not None:
             self.quota.begin_row(lambda: unused() / size)
             # A row may be longer than those that the value comes from.
             self.room = unused() if self.quota.value else 0.0
         self.begun += 1
-        self.left = min(self.quota.value * size, self.room)
+        self.left = min(self.quota.value * size, self.room) if size <= self.largest else 0.0
+        self.largest_now = max(self.largest_now, size)
         # All that is left is of the layer before the last one.
         self.leave(math.inf)
         self.leaving = [(saved.call, this) for this in self.kept if (saved := this()) is not None]

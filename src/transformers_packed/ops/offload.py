@@ -202,9 +202,9 @@ class Copies:
         earlier = last()
         if earlier is not None:
             earlier.leave_unchanged()
-            # Not of layers that waited for memory, nor of the small tensors of `all_checkpoints`.
+            # Not of layers that waited for memory or copied outputs, nor of the small tensors of `all_checkpoints`.
             usual = size >= SMALLEST_UNASKED > 0 and any(buffer.nbytes >= size for buffer in self.free)
-            if self.layers is not None and usual:
+            if self.layers is not None and usual and not self.outputs.quota.value:
                 self.layers.append((begun, earlier.copied, self.begun))
                 self.decide()
         return last
