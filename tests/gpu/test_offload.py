@@ -83,10 +83,13 @@ class OffloadTest(unittest.TestCase):
             self.slow_down()
         self.copies.room = lambda at_peak=False: room << 40
         with mock.patch.object(offload, "_LAYERS", 3 * (LAYERS - 1)):
-            for _ in range(5):
+            # Only rows without outputs of linear layers tell. Of slow copies, there are none after some rows.
+            for _ in range(12):
                 self.assert_same(self.gradients(), expected)
         stopped = which == "slow" and room > 0
-        self.assertEqual((self.copies.layers, self.copies.bytes == 0), (None, stopped))
+        self.assertEqual(self.copies.bytes == 0, stopped)
+        if which == "slow":
+            self.assertIsNone(self.copies.layers)
         report(f"automatic copies, {which}", stopped=stopped)
 
     def test_outputs_of_linear_layers(self):
