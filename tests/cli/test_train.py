@@ -760,9 +760,8 @@ class CommandTest(unittest.TestCase):
         self.assertLess(total_relative_error({"logits": whole}, {"logits": want}), 0.3)
 
     @shows_for_each([*FORMATS], "`--load-in-4bit`", says="error")
+    @unittest.skipUnless(joins_stored_experts(), "needs Transformers 5.21")
     def test_a_quantized_base_in_4_bit(self, name):
-        if not joins_stored_experts():
-            self.skipTest("needs Transformers 5.21")
         config = Qwen3_5TextConfig(**TEXT_CONFIG)
         config.quantization_config = FORMATS[name][1]
         config.save_pretrained(self.directory)

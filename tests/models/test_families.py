@@ -255,6 +255,9 @@ def alone_of(model: torch.nn.Module, rows: list[torch.Tensor], family: str):
     return [x.logits[0] for x in outputs], sum(x.loss * len(r) / total for x, r in zip(outputs, rows, strict=True))
 
 
+LARA_MINI = {"causal_conv1d_fn": "seq_idx", "torch_chunk_gated_delta_rule": "cu_seqlens"}
+
+
 class KernelsTest(unittest.TestCase):
     """Modules whose kernels accept boundaries run them once on the row. The kernels here are fakes."""
 
@@ -263,8 +266,8 @@ class KernelsTest(unittest.TestCase):
             ("inkling", {"causal_conv1d_fn": "seq_idx"}),
             *([("inkling2", {"causal_conv1d_fn": "seq_idx"})] if "inkling2" in MIXERS else []),
             ("glm5_next", {"causal_conv1d_fn": "seq_idx", "chunk_kimi_delta_attention": "cu_seqlens"}),
-            ("lara_mini", {"causal_conv1d_fn": "seq_idx", "torch_chunk_gated_delta_rule": "cu_seqlens"}),
-        ][: None if "lara_mini" in MIXERS else -1]
+            *([("lara_mini", LARA_MINI)] if "lara_mini" in MIXERS else []),
+        ]
     )
     def test_kernels_are_told(self, family, kernels):
         model, rows = patch_model(tiny_model(family)), documents()

@@ -94,10 +94,10 @@ class Outputs:
         """
         if not self.begun:
             self.largest = self.largest_now
-        if not self.begun and unused is not None:
-            self.quota.begin_row(lambda: unused() / size)
-            # A row may be longer than those that the value comes from.
-            self.room = unused() if self.quota.value else 0.0
+            if unused is not None:
+                self.quota.begin_row(lambda: unused() / size)
+                # A row may be longer than those that the value comes from.
+                self.room = unused() if self.quota.value else 0.0
         self.begun += 1
         self.left = min(self.quota.value * size, self.room) if size <= self.largest else 0.0
         self.largest_now = max(self.largest_now, size)
