@@ -364,6 +364,26 @@ class TrainerTest(GivenGpuTest):
         self.assertEqual(lines, ["CUDA graphs off, because a Qwen3_5MLP is hooked, wrapped or compiled."])
         self.assertEqual((RunsAgain.made, self.gpu.repeats, self.warnings), (0, [], []))
 
+    @parameterized.expand(["measuring", "training"])
+    def test_after_an_interruption(self, when):
+        """The next Trainer chooses again, though its model has graphs, or was about to get some."""
+
+        def interrupt(*_, **__):
+            raise KeyboardInterrupt
+
+        place, name = (graphs, "_fastest_graphs") if when == "measuring" else (Steps, "on_step_end")
+        for of_experts in (False, True):
+            model = self.model()
+            with mock.patch.object(place, name, interrupt), self.assertRaises(KeyboardInterrupt):
+                self.configured(model=model)
+            self.assertIsNotNone(model.model.layer_graphs)
+            if of_experts:
+                # The load of experts is counted in other tensors from here on.
+                cuda_graphs.forget_graphs(model)
+            _, lines = self.configured(model=model)
+            self.assertRegex("".join(lines), "^CUDA graphs on, because a row takes 30 ms")
+            self.assertIsNone(model.model.layer_graphs)
+
     def test_a_choice_of_the_user_stays(self):
         model, lines = self.train(prepare=lambda model: use_cuda_graphs(model, 0), max_steps=1)
         graphs = model.model.layer_graphs
@@ -446,10 +466,10 @@ class TrainerTest(GivenGpuTest):
             callback.GraphsCallback(trainer).on_train_begin(trainer.args, TrainerState(max_steps=2), None)
         choose.assert_not_called()
 
-    def configured(self, sft=False, packing="padding_free", train=True, **options):
+    def configured(self, sft=False, packing="padding_free", train=True, model=None, **options):
         """Return a trainer of Transformers or TRL that `configure_packing` configured, and the lines about graphs."""
         samples = Dataset.from_list([{"input_ids": [n] * n, "labels": [n] * n} for n in range(20, 30)] * 3)
-        model, output = self.model(), io.StringIO()
+        model, output = model or self.model(), io.StringIO()
         folder = self.enterContext(tempfile.TemporaryDirectory())
         settings = {**SETTINGS, "per_device_train_batch_size": 4, "bf16": False}
         if sft:
@@ -458,7 +478,7 @@ class TrainerTest(GivenGpuTest):
             args = SFTConfig(folder, max_length=None, **settings)
             made = SFTTrainer(model, args, train_dataset=samples, processing_class=make_tokenizer())
         else:
-            made = Trainer(model, TrainingArguments(folder, **settings), train_dataset=samples)
+            made = Trainer(model, TrainingArguments(folder, **settings), train_dataset=samples, callbacks=[Steps()])
         with redirect_stdout(output):
             configure_packing(made, packing, **options)
             if train:

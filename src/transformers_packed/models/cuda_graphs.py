@@ -11,6 +11,7 @@ A graph computes the same results as the layers. Embedding, final norm, head and
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from itertools import groupby
 from typing import Any
 
@@ -91,6 +92,12 @@ def use_cuda_graphs(model: Model, max_length: int, *, attention: bool = True) ->
     return model
 
 
+def try_cuda_graphs(model: Model, max_length: int, attention: bool = True) -> None:
+    """Do the same as [`use_cuda_graphs`], and note that nobody asked for it."""
+    for text in find_text_models(use_cuda_graphs(model, max_length, attention=attention)):
+        text.layer_graphs.asked = False
+
+
 def graph_length(tokens: int) -> int:
     """Return the `max_length` of [`use_cuda_graphs`] for rows of up to so many tokens."""
     return -(-tokens // 64) * 64
@@ -147,17 +154,20 @@ def records_graphs(text: Any) -> bool:
     return text.layer_graphs is not None and bool(text.layer_graphs._graphs)
 
 
-def remove_graphs(model: torch.nn.Module) -> None:
-    """Undo every call of [`use_cuda_graphs`] on this model, and free its graphs."""
+def remove_graphs(model: torch.nn.Module, unasked_only: bool = False) -> None:
+    """Undo every call of [`use_cuda_graphs`] on this model, or of [`try_cuda_graphs`] alone, and free its graphs."""
     for text in find_text_models(model):
-        text.layer_graphs = None
+        if text.layer_graphs is not None and not (unasked_only and text.layer_graphs.asked):
+            text.layer_graphs = None
+            # Nothing else can use their pool.
+            torch.cuda.empty_cache()
 
 
 def forget_graphs(model: torch.nn.Module) -> None:
     """Remove recorded graphs of modules in `model`, whose code or tensors have changed. The next rows record others."""
     for text in find_text_models(model):
         if text.layer_graphs is not None:
-            text.layer_graphs = LayerGraphs(text.layer_graphs.max_length, text.layer_graphs.attention)
+            text.layer_graphs = copy(text.layer_graphs)
 
 
 def without_graphs(model: torch.nn.Module) -> AbstractContextManager:
@@ -222,8 +232,8 @@ class LayerGraphs:
     modules only then, while the GPU computes the parts before.
     """
 
-    def __init__(self, max_length: int, attention: bool = True):
-        self.max_length, self.attention = max_length, attention
+    def __init__(self, max_length: int, attention: bool = True, asked: bool = True):
+        self.max_length, self.attention, self.asked = max_length, attention, asked
         # Consecutive layers, and by their numbers: their recordings, and what these were made for. Parts that run outside
         # of graphs have none.
         self._parts: list[list[torch.nn.Module]] = []
@@ -236,7 +246,8 @@ class LayerGraphs:
         self._last: Callable[[], Use | None] = lambda: None
 
     def __reduce__(self):
-        return type(self), (self.max_length, self.attention)
+        # Graphs stay where they are.
+        return type(self), (self.max_length, self.attention, self.asked)
 
     def reasons_against(
         self, hidden_states: torch.Tensor, boundaries: SequenceBoundaries

@@ -9,7 +9,7 @@ import torch
 from ..data.planning.memory import FILLED, gib
 from ..errors import described
 from ..models.checkpointing import bytes_of_gradients, bytes_of_moments, bytes_on_host
-from ..models.cuda_graphs import records_graphs, share_of_attention, text_models_of, use_cuda_graphs
+from ..models.cuda_graphs import records_graphs, share_of_attention, text_models_of, try_cuda_graphs
 
 
 _REPEATS = 5
@@ -79,7 +79,7 @@ def choose_graphs(
         reason = f"measuring stopped with {described(error)}"
     finally:
         if not on:
-            use_cuda_graphs(model, 0)
+            try_cuda_graphs(model, 0)
             # Training cannot use the pool of graphs that were tried.
             torch.cuda.empty_cache()
     return on, reason
@@ -142,7 +142,7 @@ def _fastest_graphs(model, max_length, run, in_time: float, known: float) -> tup
     """
     times = {}
     for attention in (True, False) if known < in_time else (False,):
-        use_cuda_graphs(model, max_length, attention=attention)
+        try_cuda_graphs(model, max_length, attention)
         run()
         if not all(records_graphs(text) for text in text_models_of(model)):
             return None
@@ -151,7 +151,7 @@ def _fastest_graphs(model, max_length, run, in_time: float, known: float) -> tup
             break
     if not attention and times.get(True, math.inf) * _NOISE < times[False]:
         attention = True
-        use_cuda_graphs(model, max_length)
+        try_cuda_graphs(model, max_length)
         run()
     return times[attention], "" if attention else " of all layers but those of attention"
 

@@ -117,12 +117,15 @@ class GraphsCallback(WarmUpCallback):
     """
 
     purpose, option = "measure CUDA graphs", "cuda_graphs=False"
-    chose = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # An interrupted training leaves its choice, and this one may have other rows.
+        self._release()
+        super().on_train_begin(args, state, control, **kwargs)
 
     def _prepare(self, model: torch.nn.Module, state: TrainerState) -> None:
         trainer = self.trainer
         start_threads(trainer)
-        self._release(model)
         texts = find_text_models(model)
         if not texts or excludes_graphs(trainer) or any(text.layer_graphs is not None for text in texts):
             return
@@ -143,7 +146,7 @@ class GraphsCallback(WarmUpCallback):
             say(trainer, f"CUDA graphs on, because {reason} ({self.option} or --no-cuda-graphs turns them off).")
         else:
             say(trainer, f"CUDA graphs off, because {reason}.")
-            self._release(model)
+            self._release()
 
     def _measure(self, model: torch.nn.Module, rows: Rows) -> tuple[bool, str]:
         """Return whether graphs are on in this process, and the reason."""
@@ -161,7 +164,6 @@ class GraphsCallback(WarmUpCallback):
         def run_new(tokens: int, documents: int) -> None:
             run(make(tokens, documents))
 
-        self.chose = True
         with as_before(model):
             typical = partial(run, make(rows.tokens, rows.documents))
             few = max(_HOST_ROW, 2 * rows.documents)
@@ -174,14 +176,11 @@ class GraphsCallback(WarmUpCallback):
             options = others, accumulated, some_without, record_of(trainer).waits
             return choose_graphs(model, rows.max_length, typical, short, longest, *options)
 
-    def on_train_end(self, args, state, control, model=None, **kwargs):
-        self._release(model)
+    def on_train_end(self, args, state, control, **kwargs):
+        self._release()
 
-    def _release(self, model: torch.nn.Module) -> None:
-        """Undo this callback's own choice. The next training may have other rows."""
-        if self.chose:
-            self.chose = False
-            remove_graphs(model)
+    def _release(self) -> None:
+        remove_graphs(inside_ddp(self.trainer.model_wrapped), unasked_only=True)
 
 
 def _reason_of_determinism() -> str:
