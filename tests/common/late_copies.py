@@ -44,10 +44,11 @@ class Event:
 class LateCopies(offload.Copies):
     """Copies on a CPU that take as long as they may. Until then, the target is NaN.
 
-    For automatic copies, a layer takes 1 ms, a copy `copy_ms`, and the device has room for `has_room` bytes.
+    For automatic copies, a layer takes 1 ms, a copy `copy_ms`, and the device has room for `has_room` bytes,
+    of which a step has allocated `allocated_in_step`.
     """
 
-    copy_ms, has_room = 0.5, 1 << 40
+    copy_ms, has_room, allocated_in_step = 0.5, 1 << 40, 0
 
     def __init__(self, device: torch.device, needed=None):
         with mock.patch("torch.cuda.Stream"):
@@ -61,8 +62,11 @@ class LateCopies(offload.Copies):
         self.time += 1
         return Event(self, self.time)
 
-    def room(self, at_peak=False):
-        return self.has_room
+    def room(self, allocated=None):
+        return self.has_room - (allocated or 0)
+
+    def allocated_at_peak(self):
+        return self.allocated_in_step
 
     def start(self, target, source):
         # These share the memory, and later changes do not count as changes of the tensor.

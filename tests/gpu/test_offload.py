@@ -81,7 +81,7 @@ class OffloadTest(unittest.TestCase):
         self.gradients()
         if which == "slow":
             self.slow_down()
-        self.copies.room = lambda at_peak=False: room << 40
+        self.copies.room = lambda allocated=None: room << 40
         with mock.patch.object(offload, "_LAYERS", 3 * (LAYERS - 1)):
             # Only rows without outputs of linear layers tell. Of slow copies, there are none after some rows.
             for _ in range(12):

@@ -300,9 +300,35 @@ class KeptOutputsTest(unittest.TestCase):
 
     def test_room_beside_steps(self):
         """What a step has needed at its peak is not free between steps."""
-        found = {"mem_get_info": (5, 100), "memory_reserved": 70, "memory_allocated": 20, "max_memory_allocated": 62}
+        found = {"mem_get_info": (5, 100), "memory_reserved": 70, "memory_allocated": 20}
         with mock.patch.multiple(torch.cuda, **{name: mock.Mock(return_value=x) for name, x in found.items()}):
-            self.assertEqual(host_memory.free_device_memory(torch.device("cuda"), at_peak=True), 5 + 8)
+            self.assertEqual(host_memory.free_device_memory(torch.device("cuda")), 5 + 50)
+            self.assertEqual(host_memory.free_device_memory(torch.device("cuda"), 62), 5 + 8)
+
+    def test_statistics_that_are_reset_between_steps(self):
+        """The peak is read where the backward of a row ends, too."""
+
+        def run(layer, x):
+            y = self.run_layer(layer, x)
+            # A row has begun, and its backward is to come.
+            self.copies.allocated_in_step = Clocks.has_room
+            return y
+
+        for _ in range(6):
+            if self.host._copies:
+                self.copies.allocated_in_step = 0
+            known = self.step(Model(), run)[1]
+        self.assertEqual((known, self.copies.peak), (0, Clocks.has_room))
+
+    def test_layers_that_share_a_second_input(self):
+        """As those of Zamba do. It stays where it is."""
+
+        def run(layer, x):
+            return self.run_layer(lambda hidden_states, embeddings: layer(hidden_states), x, self.x)
+
+        for _ in range(8):
+            known = self.step(Model(), run)[1]
+        self.assertEqual((known, self.copies.outputs.number), (2 * (NUMBER - 1), NUMBER))
 
     def test_none_of_copies_that_somebody_asked_for(self):
         self.new(asked=True)

@@ -14,10 +14,10 @@ import torch
 _GROUPS = Path("/sys/fs/cgroup")
 
 
-def free_device_memory(device: torch.device, at_peak: bool = False) -> int:
-    """Return the bytes of a GPU that are free, or reserved by this process and not allocated, now or at the peak so far."""
-    allocated = torch.cuda.max_memory_allocated if at_peak else torch.cuda.memory_allocated
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated(device)
+def free_device_memory(device: torch.device, allocated: int | None = None) -> int:
+    """Return the bytes of a GPU that are free, or reserved by this process and not allocated, of `allocated` or those of now."""
+    allocated = torch.cuda.memory_allocated(device) if allocated is None else allocated
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
 
 
 def free_host_memory() -> int:

@@ -104,6 +104,8 @@ class Saved(Kept):
     def fetch_outputs(self) -> None:
         """Start the copies of outputs of the layer before, after those of what this layer needs."""
         layer = self.earlier()
+        if layer is None:
+            self.copies.note_peak()
         for output in [] if layer is None else layer.outputs:
             saved = output()
             if saved is not None:

@@ -97,8 +97,21 @@ class HostCheckpoints:
         """
         if self.automatic and not self.computes_all and not torch.compiler.is_compiling():
             function = Layer(function, self)
-        with saved_tensors_hooks(self.save, self.load):
+        with saved_tensors_hooks(self.first_input_of_layer(), self.load):
             return checkpoint(function, *args, **kwargs)
+
+    def first_input_of_layer(self) -> Callable[[torch.Tensor], Any]:
+        """Return [`save`] for the inputs of one function. The first large one leaves the GPU: others are those of all layers."""
+        found: list[Saved] = []
+
+        def save(tensor: torch.Tensor) -> Any:
+            if found:
+                return Kept(tensor, inside=False, unasked=False)
+            saved = self.save(tensor)
+            found.extend([saved] if self.has(saved) else [])
+            return saved
+
+        return save
 
     def __reduce__(self):
         # A copy of the model has its own buffers.
@@ -188,8 +201,8 @@ class Copies:
         # Of layers: when it began, when the copy of its input ended, and when the next one began.
         self.layers: list[tuple[Any, Any, Any]] | None = None if needed is None else []
         self.begun: Any = None
-        # Of linear layers.
-        self.outputs = Outputs()
+        # Of linear layers, and the most bytes that have been allocated so far.
+        self.outputs, self.peak = Outputs(), 0
 
     def share_of_host(self) -> float:
         """Bytes of the free memory of the host that this process may take unasked."""
@@ -240,11 +253,20 @@ class Copies:
     def never_used(self) -> float:
         """Return the bytes of the device that no step has used, and nobody will need."""
         assert self.needed is not None
-        return _ROOM * self.room(at_peak=True) - self.needed()
+        self.note_peak()
+        return _ROOM * self.room(self.peak) - self.needed()
 
-    def room(self, at_peak: bool = False) -> int:
-        """Bytes of the device that are free, or reserved and not used, now or at the peak so far."""
-        return host_memory.free_device_memory(self.device, at_peak)
+    def note_peak(self) -> None:
+        """Remember what was allocated at the peak of a row, because trainers reset the statistics of PyTorch between rows."""
+        if self.needed is not None:
+            self.peak = max(self.peak, self.allocated_at_peak())
+
+    def allocated_at_peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def room(self, allocated: int | None = None) -> float:
+        """Bytes of the device that are free, or reserved and not used, of `allocated` or of what is allocated now."""
+        return host_memory.free_device_memory(self.device, allocated)
 
     def now(self) -> Any:
         """Return an event of the compute stream."""
