@@ -20,6 +20,8 @@ from parameterized import parameterized
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from transformers_packed.models.versions import averages_experts
+
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PADDING_FREE = [
@@ -84,6 +86,8 @@ class ExamplesTest(unittest.TestCase):
 
         This is the only test that starts torchrun itself.
         """
+        if name == "experts" and not averages_experts():
+            self.skipTest("needs Transformers 5.23")
         arguments = ["--max-steps", "5", "--batch-size"]
         # Run on the CPU even if the machine has a GPU.
         variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -15,8 +15,7 @@ is the same class on TRL's padded batches, with SDPA and without Liger; it also 
 `--task sft` is `SFTTrainer`. `--task dpo` is `DPOTrainer` on the pairs of `pairs.py`. With LoRA, its reference is the model
 without the adapters, or with a copy of them (`adapters`). `--task grpo` is the learning step of `GRPOTrainer` on the groups
 of `groups.py`. TRL pads in both, so `liger` and `padded` run padded batches: `liger` has SDPA if there is no
-FlashAttention, and Liger's kernels in the layers. `ours+shared` computes a prompt once. `ours+kept` is gradient
-checkpointing with `keep_attention`.
+FlashAttention, and Liger's kernels in the layers. `ours+shared` computes a prompt once.
 
 With `--load-in-4bit`, the base is in NF4 with double quantization. `--make` then saves a checkpoint that is so already, with
 the head and the gates of the delta rule in bfloat16 for every tool, and needs no memory for the rest in bfloat16. Of
@@ -45,7 +44,7 @@ A checkpoint of each shape, then a run of each tool in its environment. CELL is 
     --checkpoint /dev/shm/4B [--lora]                           # tools: ours, ours+float8, liger, unsloth
     --checkpoint /dev/shm/9B --lora --checkpointing             # the same tools
     --checkpoint /dev/shm/27B --lora --load-in-4bit --checkpointing --tokens 8192 --documents 17
-    --checkpoint /dev/shm/4B --lora --checkpointing --tokens 65536 --documents 1   # and ours+kept, ours+float8+kept
+    --checkpoint /dev/shm/4B --lora --checkpointing --tokens 65536 --documents 1   # the same tools
     --checkpoint /dev/shm/4B --lora --checkpointing --task dpo  # ours, ours+shared, liger, unsloth
     --checkpoint /dev/shm/4B --lora --checkpointing --task grpo # the same tools
     --checkpoint /dev/shm/35B-A3B-12L --lora
@@ -67,7 +66,7 @@ from tools import is_mixture, kernels_of, liger_settings, load, make_checkpoint,
 
 
 TOOLS = {
-    "sft": ("ours", "ours+kept", "ours+float8", "ours+float8+kept", "liger", "unsloth", "padded"),
+    "sft": ("ours", "ours+float8", "liger", "unsloth", "padded"),
     "dpo": ("ours", "ours+shared", "liger", "unsloth", "padded"),
     "grpo": ("ours", "ours+shared", "liger", "unsloth", "padded"),
 }
@@ -122,8 +121,6 @@ def settings_of(args, model) -> dict:
         "gradient_checkpointing": args.checkpointing,
         "use_cpu": args.device == "cpu",
     }
-    if "kept" in args.tool:
-        settings["gradient_checkpointing_kwargs"] = {"keep_attention": True}
     return settings | (liger_settings(args, model.config) if args.tool == "liger" else {})
 
 
@@ -383,7 +380,7 @@ def main() -> int:
     args.answers = ANSWERS[args.task]
     if args.tool not in TOOLS[args.task]:
         parser.error(f"--task {args.task} expects one of {', '.join(TOOLS[args.task])}, got {args.tool}.")
-    if args.device == "cpu" and args.tool not in ("ours", "ours+kept", "ours+shared", "padded"):
+    if args.device == "cpu" and args.tool not in ("ours", "ours+shared", "padded"):
         parser.error(f"{args.tool} needs a GPU: without its kernels, the stock class refuses packed rows.")
     if args.warmup < 1 or args.documents < 1 or args.tokens < 4 * args.documents:
         parser.error("A run needs a warm-up step, a document, and at least four tokens for each.")
@@ -391,8 +388,6 @@ def main() -> int:
         parser.error(
             f"--task {args.task} needs {args.answers} documents for each prompt, and --prompt and at least four tokens for each."
         )
-    if "kept" in args.tool and not args.checkpointing:
-        parser.error(f"{args.tool} needs --checkpointing: without it, nothing is computed again.")
     if args.load_in_4bit and not args.lora:
         parser.error("--load-in-4bit needs --lora: weights in 4 bit do not train.")
     entry = {"command": shlex.join(["python", "benchmarks/peers/train.py", *sys.argv[1:]]), "tool": args.tool}

@@ -6,9 +6,7 @@ from collections.abc import Iterable
 
 TOOLS = {
     "ours": "ours",
-    "ours+kept": "ours, attention kept",
     "ours+float8": "ours, FP8",
-    "ours+float8+kept": "ours, FP8, attention kept",
     "ours+shared": "ours, shared prompts",
     "liger": "TRL with Liger",
     "unsloth": "Unsloth",
