@@ -179,6 +179,11 @@ class CommandLineTest(unittest.TestCase):
         _, _, err = run_command("train", "--model=m", "--data=d", "--output=o", "--bs=4")
         self.assertTrue(err.endswith("unrecognized arguments: --bs=4. Did you mean --batch-size?\n"), err)
 
+    def test_a_mistyped_option_that_is_required(self):
+        _, _, err = run_command("train", "--modle=m", "--data=d", "--output=o")
+        end = "the following arguments are required: --model, got --modle. Did you mean --model?\n"
+        self.assertTrue(err.endswith(end), err)
+
     @parameterized.expand(["model", "data", "output", "teacher"])
     def test_an_empty_value(self, name):
         given = {"model": "m", "data": "d", "output": "o", name: ""}

@@ -352,7 +352,7 @@ class CommandTest(unittest.TestCase):
 
     def test_bad_flags(self):
         self.check_error("--data: file .*missing.jsonl not found", data=self.directory / "missing.jsonl")
-        self.check_error("a dataset with --split or --subset, got the file", "--split", "test")
+        self.check_error("a dataset with split or subset, got the file", "--split", "test")
         self.check_error("flex_attention", "--attn", "flex_attention")
         self.check_error("got none in .* longer than 1 token\\). Raise --max-length", "--max-length", "1")
         data = self.root / "long_prompts.jsonl"

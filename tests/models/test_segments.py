@@ -267,6 +267,10 @@ class SegmentsTest(unittest.TestCase):
             segments.logger.warning_once.cache_clear()
             self.check(model, batch, 1e-12)
         self.assertIn("segment_tokens has no effect on a batch that stays padded", log.output[0])
+        # The check before the first step computes such batches on purpose.
+        with self.assertNoLogs("transformers_packed.models.segments", "WARNING"), segments.few_segments():
+            segments.logger.warning_once.cache_clear()
+            self.check(model, batch, 1e-12)
 
     @parameterized.expand(
         [({},), ({"attention_mask": torch.ones(2, 150)},), ({"position_ids": torch.arange(150)[None]},)]

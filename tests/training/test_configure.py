@@ -327,6 +327,19 @@ class SetUpTest(ConfigureTestCase):
         said(trainer.train)
         self.assertEqual(trainer.state.global_step, 2)
 
+    @parameterized.expand(
+        [
+            (False, {"overlogn": "drop"}, "got overlogn. Did you mean overlong?"),
+            (False, {"buffer_size": 8}, "got buffer_size. PackingDataset has length_column, overlong, "),
+            (True, {"seed": 1, "num_proc": 2}, "got seed and num_proc. IterablePackingDataset has buffer_size, "),
+        ]
+    )
+    def test_unknown_arguments(self, streamed, given, expected):
+        rows = Dataset.from_list(Samples(8).rows)
+        trainer = self.trainer(dataset=rows.to_iterable_dataset() if streamed else rows, args={"max_steps": 1})
+        with self.assertRaisesRegex(ValueError, "expected known arguments, " + expected.replace("?", r"\?")):
+            configure_packing(trainer, True, 600, **given)
+
     def test_models_of_model_init_make_no_cache(self):
         """Trainer sets `use_cache` only in the model passed to its constructor, not in the one it trains."""
         results = []

@@ -44,7 +44,7 @@ def add_options(parser: Parser) -> None:
     shared("--cuda-graphs", action="store_true", help="in the packed arm, CUDA graphs")
     shared("--gradient-checkpointing", "--attn", "--dtype", "--weights")
     add("--seconds", type=positive_float, default=10, metavar="S", help="timed seconds per arm")
-    limit = "seconds after which an arm is left out"
+    limit = "seconds after which an arm is left out, with the time to load it"
     add("--time-limit", type=positive_float, default=300, metavar="S", help=limit)
     shared("--plot", help="plot speed and memory (needs matplotlib)")
     shared("--seed", "--trust-remote-code")

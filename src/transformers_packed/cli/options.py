@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import re
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -59,18 +60,16 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, examples: Sequence[str] = (), **kwargs):
         # The abbreviation of one option may be a mistyped other one.
         super().__init__(formatter_class=_Formatter, allow_abbrev=False, **kwargs)
-        self.examples = examples
+        self.examples, self._words = examples, list[str]()
         if examples:
             self.epilog = "\n  ".join(["examples:", *examples])
 
     def parse_known_args(self, args=None, namespace=None):
         """Refuse unknown arguments. `argparse` hands those of a command to the main parser, and so shows its usage."""
+        self._words = sys.argv[1:] if args is None else [*args]
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            known = [flag for action in self._actions for flag in action.option_strings]
-            close = [flag for word in unknown for flag in _meant(word.partition("=")[0], known)]
-            advice = f". Did you mean {alternatives(close)}?" if close else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
         if getattr(namespace, "every_n_layers", None) == AUTO:
             # Until it is chosen that no layer is checkpointed.
             namespace.gradient_checkpointing = True
@@ -82,6 +81,16 @@ class Parser(argparse.ArgumentParser):
         if "lora_rank" in given:
             namespace.lora_rank = namespace.lora_rank or _LORA_RANK
         return namespace, unknown
+
+    def error(self, message):
+        """Also name what a word that is no option may mean: another error may come from that."""
+        known = [flag for action in self._actions for flag in action.option_strings]
+        words = [word.partition("=")[0] for word in self._words if word.startswith("-")]
+        close = {word: flags for word in words if word not in known and (flags := _meant(word, known))}
+        if close:
+            message += "".join(f", got {word}" for word in close if word not in message)
+            message += f". Did you mean {alternatives([flag for flags in close.values() for flag in flags])}?"
+        super().error(message)
 
     def add_count(self, flag: str, help: str, default: int | None = None) -> None:
         """Add an option for a positive integer."""
@@ -131,7 +140,7 @@ class Parser(argparse.ArgumentParser):
             message = re.sub(f'{_ALONE}{name}=("?)([\\w-]+)\\1', rf"{flag} \2", message)
             if "_" in name:
                 message = re.sub(rf"{_ALONE}{name}(?!\w|[/=(]|\.\w)", flag, message)
-        return message
+        return re.sub("^data: ", "--data: ", message)
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):

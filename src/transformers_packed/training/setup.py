@@ -1,7 +1,9 @@
 """Decide how a Trainer trains without padding. Nothing here changes the Trainer: `apply.py` follows a [`Setup`]."""
 
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from functools import partial, wraps
+from inspect import signature
 from itertools import chain
 from typing import Any
 
@@ -15,7 +17,7 @@ from ..data.dataset import PackingDataset, sampled_lengths
 from ..data.planning.rows import mean_of_longest
 from ..data.samples import DIVIDING_COLUMNS, has_items
 from ..data.streaming import IterablePackingDataset
-from ..errors import Rule, check_rules, count, first_error, input_error
+from ..errors import Rule, alternatives, check_rules, count, first_error, input_error
 from ..models.checkpointing import read_options
 from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
 from ..models.families import LANGUAGE_MODELS, OWN, families_of, titles
@@ -257,7 +259,7 @@ def _packed_dataset(facts: Facts) -> Any:
     if max_length is None:
         raise input_error("max_length, the tokens per row", "none", "Pass max_length=8192, for example.")
     if not has_items(dataset):
-        return IterablePackingDataset(dataset, max_length, **options.plan_options)
+        return _new(IterablePackingDataset, dataset, max_length, options.plan_options)
     if facts.record.prepares and own_length is not None and own_length < max_length:
         cut = int((sampled_lengths(dataset) == own_length).sum())
         if cut:
@@ -272,7 +274,17 @@ def _packed_dataset(facts: Facts) -> Any:
         "balance": known_cost(trainer.model) or True,
         "seed": args.seed if args.data_seed is None else args.data_seed,
     }
-    return PackingDataset(dataset, max_length, **(defaults | options.plan_options))
+    return _new(PackingDataset, dataset, max_length, defaults | options.plan_options)
+
+
+def _new(kind: type, dataset: Any, max_length: int, options: dict[str, Any]) -> Any:
+    known = list(signature(kind).parameters)
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        close = get_close_matches(unknown[0], known, 1)
+        fix = f"Did you mean {close[0]}?" if close else f"{kind.__name__} has {alternatives(known[2:], 'and')}."
+        raise input_error("known arguments", alternatives(unknown, "and"), fix)
+    return kind(dataset, max_length, **options)
 
 
 def _readers(facts: Facts) -> int:
@@ -422,7 +434,12 @@ def _line(facts: Facts, dataset: Any, packed: bool) -> str:
     isolated = f"isolation by {way_of_isolation(trainer)[0]}"
     if not packed:
         saved = _estimated_saving(dataset, trainer.args.per_device_train_batch_size)
-        known = "" if saved is None else f"about {saved:.1f} x fewer tokens computed than in padded batches; "
+        # In batches of documents of one length, there are none.
+        known = (
+            ""
+            if saved is None or saved < 1.05
+            else f"about {saved:.1f} x fewer tokens computed than in padded batches; "
+        )
         return f"Padding-free on: {known}{isolated}"
     if isinstance(dataset, PackingDataset):
         plan, args = dataset.plan, trainer.args

@@ -147,14 +147,14 @@ class SequenceParallelPlan:
             f"{gib(need.moments)} GiB",
             *gathered,
             "",
-            "P is the number of GPUs that share a row. The last three columns are the memory per GPU: without gradient",
-            "checkpointing, with it, and with all checkpoints in host memory.",
-            "  P  rows at once  tokens per GPU  GiB without checkpointing  GiB with  GiB with offload",
+            "P is the number of GPUs that share a row. The last three columns are GiB per GPU: without gradient checkpointing,",
+            "with it, and with all checkpoints in host memory.",
+            "  P  rows at once  tokens per GPU  no checkpointing  checkpointing  in host memory",
         ]
         for size, ways in self.options.items():
             first, *others = (gib(m.total) + (" " if _fits(m, self.memory) else "*") for m in ways)
-            tokens, columns = -(-self.max_length // size), f"{others[0]:>9} {others[1]:>17}"
-            lines.append(f"{size:>3}  {self.gpus // size:>12,}  {tokens:>14,}  {first:>25} {columns}".rstrip())
+            tokens, columns = -(-self.max_length // size), f"{others[0]:>14} {others[1]:>15}"
+            lines.append(f"{size:>3}  {self.gpus // size:>12,}  {tokens:>14,}  {first:>16} {columns}".rstrip())
         verdicts = [f"Smallest P {name}: {self._verdict(way)}" for way, name in enumerate(_WAYS)]
         lines += [f"* more than {FILLED:.0%} of the memory", "", *verdicts, ""]
         if self.size > 1:

@@ -19,6 +19,7 @@ _TABLES = {".csv": ",", ".tsv": "\t"}
 FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".parquet", *_TABLES, *_COMPRESSED)
 _LONGEST_FIELD = 2**31 - 1
 _FORMATS = "one JSON object per line, a JSON array, CSV or parquet"
+_MEND = "Correct the file there."
 
 
 def find_file(data: str) -> Path | None:
@@ -75,14 +76,16 @@ def _lines(path: Path) -> Iterator[bytes]:
         with io.BufferedReader(pyarrow.input_stream(path)) as file:
             yield from file
     except (OSError, pyarrow.ArrowException) as error:
-        raise input_error(f"a complete {path.suffix} file", described(error), option=str(path)) from error
+        raise input_error(
+            f"a complete {path.suffix} file", described(error), "Copy it again.", option=str(path)
+        ) from error
 
 
 def _decoded(place: str, line: bytes, encoding: str = "utf-8") -> str:
     try:
         return line.decode(encoding)
     except UnicodeDecodeError as error:
-        raise input_error("UTF-8", error, option=place) from None
+        raise input_error("UTF-8", error, "Save the file in UTF-8.", option=place) from None
 
 
 def _parsed(place: str, text: str, expected: str) -> Any:
@@ -94,9 +97,9 @@ def _parsed(place: str, text: str, expected: str) -> Any:
         # The place names the line of a record, and only the file of an array.
         line = f"line {error.lineno}, " if "\n" in text else ""
         got = f"invalid JSON ({error.msg}: {line}column {error.colno})"
-        raise input_error(expected, got, option=place) from None
+        raise input_error(expected, got, _MEND, option=place) from None
     except RecursionError as error:
-        raise input_error(expected, f"invalid JSON ({error})", option=place) from None
+        raise input_error(expected, f"invalid JSON ({error})", _MEND, option=place) from None
 
 
 def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
@@ -109,10 +112,11 @@ def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
             for row in rows:
                 if None in row or None in row.values():
                     expected, got = f"{len(rows.fieldnames or ())} values, as the first line names", "another number"
-                    raise input_error(expected, got, option=f"{path}, line {rows.line_num}")
+                    fix = "Put quotes around values with separators."
+                    raise input_error(expected, got, fix, option=f"{path}, line {rows.line_num}")
                 yield f"{path}, line {rows.line_num}", row
     except (csv.Error, UnicodeDecodeError) as error:
-        raise input_error("CSV in UTF-8", error, option=str(path)) from error
+        raise input_error("CSV in UTF-8", error, "Export the table again.", option=str(path)) from error
     finally:
         csv.field_size_limit(limit)
 
@@ -127,4 +131,4 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
             for number, record in enumerate(records, 1):
                 yield f"{path}, row {number}", record
     except ArrowException as error:
-        raise input_error("a parquet file", str(error).rstrip("."), option=str(path)) from error
+        raise input_error("a parquet file", str(error).rstrip("."), "Copy it again.", option=str(path)) from error

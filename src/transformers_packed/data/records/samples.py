@@ -111,30 +111,30 @@ def read_records(data: str, split: str | None = None, subset: str | None = None)
         yield from _read_dataset(data, split or "train", subset)
         return
     if split or subset:
-        raise input_error("a dataset with --split or --subset", f"the file {data}", option="--data")
+        raise input_error("a dataset with split or subset", f"the file {data}", option="data")
     yield from read_file(path)
 
 
 def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
     if find_spec("datasets") is None:
-        raise ImportError(f"--data {name} is not a file, and datasets need the datasets library: pip install datasets")
+        raise ImportError(f"{name} is not a file, and datasets need the datasets library: pip install datasets")
     import datasets
 
     if int(datasets.__version__.partition(".")[0]) < 4:
         need = "needs datasets >= 4, which does not run dataset code: pip install -U datasets"
-        raise ImportError(f"--data {name} {need}")
+        raise ImportError(f"{name} {need}")
     try:
         dataset = datasets.load_dataset(name, subset, split=split)
     except OSError as error:
         reason = " ".join(str(error).split()).rstrip(".")
         if Path(name).exists():
-            raise OSError(f"--data: cannot read a dataset from {name}: {reason}.") from error
+            raise OSError(f"data: cannot read a dataset from {name}: {reason}.") from error
         expected, got = "a file, a local directory or a dataset on the Hub", f"{name!r}: no such file or directory"
         fix = "Check the path or the name."
-        raise OSError(str(input_error(expected, f"{got} ({reason})", fix, option="--data"))) from error
+        raise OSError(str(input_error(expected, f"{got} ({reason})", fix, option="data"))) from error
     except Exception as error:  # datasets raises its own exceptions and those of the file readers
         got = f"{name}: {' '.join(str(error).split())}".rstrip(".")
-        raise input_error(f"a file or a dataset with the split {split!r}", got, option="--data") from error
+        raise input_error(f"a file or a dataset with the split {split!r}", got, option="data") from error
     for number, record in enumerate(dataset, 1):
         yield f"{name} [{split}], row {number}", record
 
@@ -189,13 +189,13 @@ def make_samples(
         samples.data += samples_within(with_targets, row_length) if with_targets else []
         samples.dropped += not with_targets
     if samples is None:
-        raise input_error("at least one record", "none", "Check the file or the split.", option="--data")
+        raise input_error("at least one record", "none", "Check the file or the split.", option="data")
     if not samples.data:
         got, fix = f"none in {count(samples.dropped, 'record')}", "Check that conversations have assistant messages."
         if samples.truncated:
             got += f" ({samples.truncated:,} longer than {count(max_length, 'token')})"
             fix = "Raise max_length, or check that conversations have assistant messages."
-        raise input_error("at least one sample with a target", got, fix, option="--data")
+        raise input_error("at least one sample with a target", got, fix, option="data")
     return samples
 
 
