@@ -19,7 +19,8 @@ def make_checkpoint(name: str, layers: int | None, in_4bit: bool, folder: Path) 
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if in_4bit:
         quantize(model, device)
-    model.save_pretrained(folder)
+    # A shard is copied to the host, which may have the folder in memory.
+    model.save_pretrained(folder, max_shard_size="5GB")
     # The special words alone.
     make_tokenizer(3).save_pretrained(folder)
 

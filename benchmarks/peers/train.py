@@ -18,8 +18,9 @@ of `groups.py`. TRL pads in both, so `liger` and `padded` run padded batches: `l
 FlashAttention, and Liger's kernels in the layers. `ours+shared` computes a prompt once.
 
 With `--load-in-4bit`, the base is in NF4 with double quantization. `--make` then saves a checkpoint that is so already, with
-the head and the gates of the delta rule in bfloat16 for every tool, and needs no memory for the rest in bfloat16. Of
-another checkpoint, each tool quantizes the layers that it chooses. TRL casts the adapters to bfloat16.
+the head and the gates of the delta rule in bfloat16 for every tool, and needs no memory for the rest in bfloat16. Experts
+stay in bfloat16 there, because no stock class reads them in 4 bit, and each tool quantizes those. Of another checkpoint,
+each tool quantizes the layers that it chooses. TRL casts the adapters to bfloat16.
 
 In a mixture of experts, adapters go on the linear layers of a block, on the shared expert and on the experts. Unsloth adds
 the last two together. With adapters, `liger` keeps Transformers' experts: Liger's would run without the adapters.
