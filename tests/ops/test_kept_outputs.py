@@ -320,6 +320,15 @@ class KeptOutputsTest(unittest.TestCase):
             known = self.step(Model(), run)[1]
         self.assertEqual((known, self.copies.peak), (0, Clocks.has_room))
 
+    def test_none_meanwhile(self):
+        with offload.without_outputs():
+            self.assertEqual(self.steps(Model(), 6)[0], [0] * 6)
+        self.assertEqual(self.copies.outputs.quota.value, 0)
+        self.warm()
+        with offload.without_outputs():
+            self.assertEqual(self.steps(Model(), 2)[0], [0] * 2)
+        self.assertEqual(self.steps(Model(), 2)[0], [2 * (NUMBER - 1)] * 2)
+
     def test_layers_that_share_a_second_input(self):
         """As those of Zamba do. It stays where it is."""
 

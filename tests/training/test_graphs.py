@@ -36,6 +36,7 @@ from transformers_packed import (
 from transformers_packed.data.usual_rows import Rows
 from transformers_packed.models import cuda_graphs, recordings
 from transformers_packed.models.cuda_graphs import records_graphs
+from transformers_packed.ops import offload
 from transformers_packed.training import graphs, state
 from transformers_packed.training import warm_up as warm_up_module
 from transformers_packed.training.callbacks import verify
@@ -235,6 +236,14 @@ class ChoiceTest(GivenGpuTest):
             on, reason = self.choose(model, plain=(50, 81), waits=True)
             self.assertIs(on, not checkpointing)
             self.assertIn("the GPU 81 ms and the host about 75 ms" if checkpointing else "94 ms in all", reason)
+
+    def test_no_outputs_are_kept_while_rows_are_measured(self):
+        """More and more of them would be, for which a row takes the host long."""
+        model, _ = models_of()
+        found = []
+        with mock.patch.object(graphs, "_choose", lambda *_: found.append(offload._keeps_outputs)):
+            choose_graphs(model, ROW_LENGTH, lambda: None)
+        self.assertEqual((found, offload._keeps_outputs), ([False], True))
 
     def test_an_error_turns_graphs_off(self):
         model, _ = models_of()

@@ -43,6 +43,8 @@ _SMALLEST, SMALLEST_UNASKED = 1 << 20, 1 << 24
 LONG_DOCUMENT = 1 << 14
 # Whether outputs that nobody asked for wait for the buffers of a whole row's inputs, which need the memory more.
 _inputs_first = True
+# Whether layers keep outputs that nobody asked for.
+_keeps_outputs = True
 # The most of the free memory of the host that automatic copies take, because pinned pages cannot be swapped out.
 _SHARE = 0.5
 # How many layers tell whether copies take longer than layers, and the share of its time that such a layer waits.
@@ -177,6 +179,11 @@ def all_checkpoints() -> AbstractContextManager:
     return swapped(globals(), _SMALLEST=0, SMALLEST_UNASKED=0, LONG_DOCUMENT=0, _inputs_first=False)
 
 
+def without_outputs() -> AbstractContextManager:
+    """Let layers keep no outputs meanwhile. As long as there are more in each row, rows take long to pin their memory."""
+    return swapped(globals(), _keeps_outputs=False)
+
+
 class Copies:
     """Copies between a device and buffers of pinned memory, in order, and the tensor that was saved last.
 
@@ -239,7 +246,7 @@ class Copies:
 
     def take_output(self, size: int) -> torch.Tensor | None:
         """Return a buffer for an output of the layer that runs, or `None` if it is computed again."""
-        if _inputs_first and not self.outputs.may_keep(size):
+        if not _keeps_outputs or (_inputs_first and not self.outputs.may_keep(size)):
             return None
         host = self.take(size, unasked=True)
         self.outputs.left -= size if host is not None else 0

@@ -10,6 +10,7 @@ from ..data.planning.memory import FILLED, gib
 from ..errors import described
 from ..models.checkpointing import bytes_of_gradients, bytes_of_moments, bytes_on_host
 from ..models.cuda_graphs import records_graphs, share_of_attention, text_models_of, try_cuda_graphs
+from ..ops.offload import without_outputs
 
 
 _REPEATS = 5
@@ -74,7 +75,8 @@ def choose_graphs(
     try:
         short, longest = run_short or run, run_longest or run
         options = others, rows_per_step, some_without, waits
-        on, reason = _choose(model, max_length, run, short, longest, *options)
+        with without_outputs():
+            on, reason = _choose(model, max_length, run, short, longest, *options)
     except Exception as error:
         reason = f"measuring stopped with {described(error)}"
     finally:
