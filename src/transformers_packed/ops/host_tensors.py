@@ -98,15 +98,17 @@ class Saved(Kept):
             earlier.fetch()
         if not self.inside:
             self.copies.outputs.begin_backward()
-            self.fetch_outputs()
+            layer = self.earlier()
+            if layer is None:
+                # This is the first layer.
+                self.copies.note_peak()
+            else:
+                layer.fetch_outputs()
         return tensor
 
     def fetch_outputs(self) -> None:
-        """Start the copies of outputs of the layer before, after those of what this layer needs."""
-        layer = self.earlier()
-        if layer is None:
-            self.copies.note_peak()
-        for output in [] if layer is None else layer.outputs:
+        """Start the copies of what linear layers of this layer made, after those of what the layer behind it needs."""
+        for output in self.outputs:
             saved = output()
             if saved is not None:
                 saved.fetch()
